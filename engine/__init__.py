@@ -1,0 +1,1 @@
+"""The training stack: runs one configuration, on its own or under the tuner."""

@@ -1,0 +1,1 @@
+"""From a study or a job to one self-contained page: plain data, then figures, then HTML."""
