@@ -1,0 +1,61 @@
+"""A study as plain data, for reports, apply and everyone who only reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from autotune.space.objectives import Objective
+from engine.outcome import Outcome
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial."""
+
+    number: int
+    """Number in the study, from 0."""
+    state: Literal["waiting", "running", "finished"]
+    """Whether it has an outcome yet."""
+    parameters: dict[str, Scalar]
+    """Searched values by dotted name, such as ``plan.tp`` or ``hyperparameters.learning_rate``."""
+    outcome: Outcome | None
+    """What was measured or how it failed; None until finished."""
+    values: dict[str, float] | None
+    """Objective name -> value; None unless the outcome is ``ok`` with every objective measured."""
+    feasible: bool
+    """Ok and within all bounds."""
+    plan: str = ""
+    """``Plan.describe()`` of the candidate."""
+    attempts: int = 1
+    """Times it was started (a trial orphaned by a kill is started again)."""
+    seconds: float | None = None
+    """Wall time of the last attempt."""
+    repeat_of: int | None = None
+    """The trial this one repeats with another seed."""
+    folder: Path | None = None
+    """``trials/<id>``, with ``run.yaml``, ``outcome.json``, ``telemetry.jsonl`` and ``stdout.log``."""
+
+
+@dataclass(frozen=True)
+class StudySnapshot:
+    """A study at one moment."""
+
+    name: str
+    folder: Path
+    objectives: tuple[Objective, ...]
+    trials: tuple[TrialRow, ...]
+    """By number; refused and cached proposals are not trials."""
+    space: dict[str, Any] = field(default_factory=dict)
+    """The resolved space file as data."""
+    num_trials_asked: int | None = None
+    """The budget, when it is a number of trials."""
+    created: str = ""
+    """ISO time."""
+    corpus_hash: str | None = None
+    """Hash of the text all trials used."""
+    num_refused: dict[str, int] = field(default_factory=dict)
+    """Rule id -> proposals it refused."""

@@ -1,0 +1,183 @@
+"""The run file: everything the engine needs to train, evaluate or branch one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from engine.errors import UserError
+from engine.schema import Schema, parse
+from engine.spec import Count, CountOrZero, Hyperparameters, ModelSpec, Name, NonNegative, Positive, Workload
+from engine.plan import Plan
+from engine.units import parse_batch, parse_tokens
+from engine.yaml_file import YamlDocument, dump_yaml, read_yaml
+
+
+class EvaluationOptions(Schema):
+    """When and on how much of the held-out documents the loss is measured. The end of a run is always evaluated."""
+
+    every_tokens: Count | None = None
+    """Evaluate each time so many tokens were trained on; null for the end only."""
+    max_tokens: Count = 65536
+    """Evaluate on at most so many held-out tokens, always the same ones."""
+
+
+class CheckpointOptions(Schema):
+    """When checkpoints are written and how many are kept."""
+
+    every_steps: CountOrZero = 0
+    """Write one each so many steps; 0 for the end and on request only."""
+    keep: Count = 3
+    """The newest so many are kept."""
+    at_end: bool = True
+    """Write one when the run ends."""
+
+
+class LoggingOptions(Schema):
+    """Where metrics go beside the telemetry."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder."""
+    mlflow_uri: str | None = None
+    """MLflow tracking address; null for none."""
+
+
+class BranchOptions(Schema):
+    """A short fork of a run from one of its checkpoints, on the same batches the run itself will see."""
+
+    checkpoint: str
+    """The checkpoint folder to fork from."""
+    num_steps: Count
+    """Steps to train."""
+    learning_rate_scale: Positive
+    """Factor on the schedule's learning rate."""
+    anneal_steps: CountOrZero = 0
+    """Over the last so many steps the learning rate goes linearly to the schedule's minimum."""
+
+
+class RuntimeOptions(Schema):
+    """Settings of the process that change neither the result nor the plan."""
+
+    seed: CountOrZero = 0
+    """Seed of the initialisation, the sample order and dropout."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Kind of device to train on."""
+    threads_per_rank: Count = 1
+    """CPU threads of each rank (device cpu)."""
+    init_from: str | None = None
+    """A Hugging Face folder or ``.safetensors`` file whose weights training starts from; null for random weights."""
+    learning_rate_scale: Positive = 1.0
+    """Factor on the schedule's learning rate at the start; the retuner may change it later."""
+    stop_after_steps: Count | None = None
+    """End early, with a checkpoint, after so many steps in total; null to train all tokens."""
+    measure_warmup_steps: CountOrZero = 2
+    """First steps of a process that are left out when its speed is measured."""
+    measure_memory: bool = True
+    """Track live tensor storages in one untimed step (device cpu), for the peak memory figure."""
+    diverged_above: Positive | None = None
+    """End as diverged when the smoothed training loss stays above this; null for the loss at the start plus one nat."""
+    max_skipped_steps: Count = 20
+    """End with the outcome ``nan`` after so many non-finite steps in a row."""
+    hang_timeout_seconds: Positive = 600.0
+    """Time limit of one collective operation."""
+    step_delay_seconds: NonNegative = 0.0
+    """Sleep in each step: emulates a slow machine in tests and demonstrations."""
+
+
+class RunConfig(Schema):
+    """One run of the engine (``run.yaml``)."""
+
+    schema_version: Literal[1] = 1
+    """Version of this file format."""
+    name: Name = "run"
+    """Name of the run."""
+    model: ModelSpec
+    """The architecture."""
+    workload: Workload
+    """Data, sequence length, total tokens."""
+    hyperparameters: Hyperparameters = Hyperparameters()
+    """What changes the result."""
+    plan: Plan = Plan()
+    """How the work is split."""
+    runtime: RuntimeOptions = RuntimeOptions()
+    """Process settings."""
+    evaluation: EvaluationOptions = EvaluationOptions()
+    """Held-out evaluation."""
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    """Checkpoints."""
+    logging: LoggingOptions = LoggingOptions()
+    """TensorBoard and MLflow."""
+    branch: BranchOptions | None = None
+    """Set in forks only."""
+    origin: dict[str, str] = Field(default_factory=dict)
+    """Where the file comes from (study, trial, how it was picked); for people."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.hyperparameters.global_batch_size * self.workload.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run: the total tokens in whole global batches, rounded up."""
+        return -(-self.workload.total_tokens // self.tokens_per_step)
+
+
+def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tuple[Any, list[str]]:
+    """Bring the written forms of quantities (``512-seqs``, ``4Mi-tokens``) to numbers, and a model named by a file to
+    its spec.
+
+    Args:
+        data: A run file's mapping, as read.
+        document: Where it came from; relative model paths are taken from its folder.
+
+    Returns:
+        The data ready for ``RunConfig`` and notes on what was rounded.
+    """
+    from engine.hf_config import load_model
+
+    if not isinstance(data, dict):
+        return data, []
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    notes: list[str] = []
+    if isinstance(data.get("model"), str):
+        folder = Path(document.source).parent if document else Path()
+        data["model"] = load_model(folder / data["model"]).to_data()
+    workload, hyper, plan = data.get("workload"), data.get("hyperparameters"), data.get("plan")
+    if isinstance(workload, dict) and isinstance(workload.get("total_tokens"), str):
+        workload["total_tokens"] = parse_tokens(workload["total_tokens"], what="workload.total_tokens")
+    if isinstance(workload, dict) and isinstance(hyper, dict) and isinstance(hyper.get("global_batch_size"), str):
+        length = workload.get("sequence_length")
+        if isinstance(length, int) and length > 0:
+            degrees = plan if isinstance(plan, dict) else {}
+            multiple = 1
+            for key in ("dp_replicate", "dp_shard", "micro_batch_size"):
+                multiple *= degrees[key] if isinstance(degrees.get(key), int) and degrees[key] > 0 else 1
+            batch = parse_batch(hyper["global_batch_size"], length, multiple_of=multiple)
+            hyper["global_batch_size"] = batch.num_sequences
+            notes += [batch.note] if batch.note else []
+    return data, notes
+
+
+def load_run(path: str | Path) -> tuple[RunConfig, list[str]]:
+    """Read and validate a run file.
+
+    Returns:
+        The configuration, and notes on what was rounded.
+
+    Raises:
+        UserError: Missing or malformed file; every problem with file and line.
+    """
+    document = read_yaml(path)
+    try:
+        data, notes = prepare_run_data(document.data, document=document)
+    except UserError as error:
+        raise UserError(error.message, hint=error.hint, where=error.where or str(path)) from None
+    return parse(RunConfig, data, document=document), notes
+
+
+def dump_run(config: RunConfig) -> str:
+    """The run file's text; ``load_run`` of it gives an equal configuration."""
+    return dump_yaml(config.to_data())

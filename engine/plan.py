@@ -1,0 +1,156 @@
+"""How the work is split over devices: the Plan, and tables of plans for vectorised code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from engine.schema import Schema
+from engine.spec import Count, Ratio
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+
+
+class Plan(Schema):
+    """Parallel degrees, memory and precision settings. world = tp * pp * cp * dp, dp = dp_replicate * dp_shard."""
+
+    schema_version: Literal[1] = 1
+    """Version of this file format."""
+    tp: Count = 1
+    """Tensor-parallel degree: attention heads and feed-forward width are split."""
+    pp: Count = 1
+    """Pipeline-parallel degree: layers are split into stages."""
+    dp_replicate: Count = 1
+    """Data-parallel replicas of whole (or sharded) parameters."""
+    dp_shard: Count = 1
+    """Data-parallel ranks over which parameters and states are sharded."""
+    cp: Count = 1
+    """Context-parallel degree: the sequence is split."""
+    ep: Count = 1
+    """Expert-parallel degree: routed experts are split."""
+    etp: Count = 1
+    """Tensor-parallel degree inside an expert: 1 or tp."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule; without effect at pp = 1."""
+    virtual_stages: Count = 1
+    """Pipeline stages per rank."""
+    layers_per_stage: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
+    """Layers of each stage in order; null splits evenly, the remainder to the first stages."""
+    micro_batch_size: Count = 1
+    """Sequences per micro-batch and data-parallel rank."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage over dp_shard: 1 optimizer states, 2 and gradients, 3 and parameters. Without effect at dp_shard = 1."""
+    sequence_parallel: bool = False
+    """Split the sequence between the tensor-parallel regions."""
+    vocab_parallel: bool = True
+    """Split the embedding and the head over the vocabulary. Without effect at tp = 1."""
+    recompute: Literal["none", "full", "selective", "every_k"] = "none"
+    """Which activations are recomputed in the backward pass."""
+    recompute_period: Count = 1
+    """For every_k: one layer in so many is recomputed."""
+    offload_parameters_ratio: Ratio = 0.0
+    """Share of the parameters kept in host memory."""
+    offload_optimizer_ratio: Ratio = 0.0
+    """Share of the optimizer states kept in host memory."""
+    offload_activations_ratio: Ratio = 0.0
+    """Share of the saved activations kept in host memory."""
+    precision: Precision = "fp32"
+    """Matrix-multiply precision; parameters, norms, reductions and states are at least fp32."""
+    gradient_compression: Literal["none", "int8", "topk", "int8_topk", "powersgd"] = "none"
+    """Compression of gradients on the wire."""
+    overlap_dp: bool = True
+    """Overlap data-parallel communication with compute."""
+    overlap_tp: bool = False
+    """Overlap tensor-parallel communication with compute."""
+    overlap_pp: bool = True
+    """Overlap pipeline sends with compute."""
+    rank_order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp", "tp-pp-cp-dp"] = "tp-cp-dp-pp"
+    """Mesh axes from the fastest-varying rank to the slowest."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
+            raise ValueError(
+                f"layers_per_stage names {len(self.layers_per_stage)} stages,"
+                f" pp * virtual_stages is {self.num_stages}"
+            )
+        return self
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the plan needs."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def edp(self) -> int:
+        """Expert data-parallel degree, over which expert gradients are reduced."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def num_micro_batches(self, global_batch_size: int) -> int:
+        """Micro-batches per data-parallel rank and step."""
+        return global_batch_size // (self.dp * self.micro_batch_size)
+
+    def stage_layers(self, num_layers: int) -> list[range]:
+        """The layers of each stage, in stage order."""
+        sizes = self.layers_per_stage
+        if sizes is None:
+            whole, rest = divmod(num_layers, self.num_stages)
+            sizes = tuple(whole + (stage < rest) for stage in range(self.num_stages))
+        starts = np.concatenate(([0], np.cumsum(sizes))).tolist()
+        return [range(starts[i], starts[i + 1]) for i in range(self.num_stages)]
+
+    @property
+    def mesh(self) -> str:
+        """The parallel degrees as one word, degree-1 axes left out: ``dp2-tp4``, or ``single`` on one rank."""
+        axes = {"dpr": self.dp_replicate, "dp": self.dp_shard, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        axes |= {"vp": self.virtual_stages, "ep": self.ep, "etp": self.etp}
+        return "-".join(f"{axis}{degree}" for axis, degree in axes.items() if degree > 1) or "single"
+
+    def describe(self) -> str:
+        """One line for tables: the mesh and what differs from the defaults that matter."""
+        parts = [self.mesh, f"mb{self.micro_batch_size}", self.precision]
+        if self.recompute != "none":
+            parts.append(f"every{self.recompute_period}" if self.recompute == "every_k" else f"ac-{self.recompute}")
+        if self.dp_shard > 1:
+            parts.append(f"z{self.zero_stage}")
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.pp > 1 and self.schedule != "1f1b":
+            parts.append(self.schedule)
+        return " ".join(parts)
+
+
+MESH_FIELDS = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "etp", "virtual_stages")
+"""The plan fields that make up ``Plan.mesh``."""
+
+PlanTable = Mapping[str, np.ndarray]
+"""Plans with their batches as columns of equal length: every field of Plan (``layers_per_stage`` as objects), and
+``global_batch_size`` and ``sequence_length``."""
+
+
+def plan_table(rows: Iterable[tuple[Plan, int, int]]) -> dict[str, np.ndarray]:
+    """Columns from ``(plan, global_batch_size, sequence_length)`` rows."""
+    rows = list(rows)
+    columns: dict[str, np.ndarray] = {}
+    for field in Plan.model_fields:
+        values: list[Any] = [getattr(plan, field) for plan, _, _ in rows]
+        column = np.empty(len(rows), dtype=object)
+        column[:] = values
+        columns[field] = column if field == "layers_per_stage" or not rows else np.array(values)
+    columns["global_batch_size"] = np.array([batch for _, batch, _ in rows], dtype=np.int64)
+    columns["sequence_length"] = np.array([length for _, _, length in rows], dtype=np.int64)
+    return columns

@@ -1,0 +1,126 @@
+"""Quantities as people write them: ``512-seqs``, ``4Mi-tokens``, ``70GiB``, ``10m``, ``200steps``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from engine.errors import UserError
+
+GIB = 1024**3
+
+_COUNT_SUFFIX = {
+    "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+_BYTE_SUFFIX = {
+    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40,
+}  # fmt: skip
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+
+
+def _match(text: str | int | float, suffixes: str) -> tuple[float, str] | None:
+    match = re.fullmatch(rf"{_NUMBER}\s*({suffixes})", str(text).strip())
+    return (float(match.group(1)), match.group(2)) if match else None
+
+
+def parse_count(text: str | int | float, *, what: str = "a count") -> int:
+    """``2M``, ``4Mi``, ``1e9`` or 4096 as a whole number (M is 10^6, Mi is 2^20)."""
+    found = _match(text, "|".join(_COUNT_SUFFIX))
+    value = found[0] * _COUNT_SUFFIX[found[1]] if found else -1.0
+    if value < 0 or value != int(value):
+        raise UserError(f"{what} must be a whole number, got {text!r}", hint="examples: 4096, 2M (10^6), 4Mi (2^20)")
+    return int(value)
+
+
+def parse_tokens(text: str | int | float, *, what: str = "a token count") -> int:
+    """A count with an optional ``-tokens`` behind it."""
+    return parse_count(str(text).strip().removesuffix("-tokens"), what=what)
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """``70GiB`` (2^30), ``80GB`` (10^9) or a plain number of bytes."""
+    found = _match(text, "|".join(["", *_BYTE_SUFFIX]))
+    if not found:
+        raise UserError(f"a size in bytes is needed, got {text!r}", hint="examples: 70GiB, 512MiB, 80GB")
+    return int(found[0] * _BYTE_SUFFIX.get(found[1], 1))
+
+
+def parse_duration(text: str | int | float) -> float:
+    """``30s``, ``10m``, ``2h``, ``1d`` or a plain number of seconds, as seconds (> 0)."""
+    found = _match(text, "|".join(["", *_SECONDS]))
+    if not found or found[0] <= 0:
+        raise UserError(f"a duration above zero is needed, got {text!r}", hint="examples: 30s, 10m, 2h")
+    return found[0] * _SECONDS.get(found[1], 1.0)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens: every so many seconds, or every so many steps (exactly one is set)."""
+
+    seconds: float | None = None
+    num_steps: int | None = None
+
+
+def parse_interval(text: str) -> Interval:
+    """``10m``, ``30s`` or ``200steps``."""
+    found = _match(text, "steps?")
+    if found and found[0] >= 1 and found[0] == int(found[0]):
+        return Interval(num_steps=int(found[0]))
+    try:
+        return Interval(seconds=parse_duration(text))
+    except UserError:
+        raise UserError(f"an interval is needed, got {text!r}", hint="examples: 10m, 30s, 200steps") from None
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A global batch in whole sequences, and what was said about rounding (empty when exact)."""
+
+    num_sequences: int
+    note: str = ""
+
+
+def parse_batch(text: str | int, sequence_length: int, *, multiple_of: int = 1) -> BatchSize:
+    """``512``, ``512-seqs`` or ``4Mi-tokens`` as a number of sequences, rounded to the nearest multiple allowed."""
+    tokens = str(text).strip().endswith("-tokens")
+    if tokens:
+        wanted = parse_tokens(text, what="the global batch") / sequence_length
+    else:
+        wanted = float(parse_count(re.sub(r"-seqs?$", "", str(text).strip()), what="the global batch"))
+    if wanted <= 0:
+        raise UserError(f"the global batch must be above zero, got {text!r}", hint="examples: 512, 512-seqs, 4Mi-tokens")
+    nearest = max(multiple_of, round(wanted / multiple_of) * multiple_of)
+    if nearest == wanted:
+        return BatchSize(nearest)
+    return BatchSize(
+        nearest,
+        f"global batch {text} is {wanted:g} sequences of {sequence_length} tokens; rounded to {nearest}"
+        f" ({nearest * sequence_length} tokens)",
+    )
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Memory in GiB, or in MiB below 0.1 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def format_count(value: float) -> str:
+    """A count with three significant digits: 1.24B, 13.0M, 512."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{suffix}"
+    return f"{value:g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Time in the largest two units: 2h05m, 3m20s, 12.5s, 80ms."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f}ms"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
