@@ -1,0 +1,1 @@
+"""Turns a chosen candidate into the files of a production run."""

@@ -1,0 +1,1 @@
+"""One module per command of the `autotune` program; each is imported only when its command is used."""

@@ -1,0 +1,1 @@
+"""Proposes candidates and ranks what came back: samplers, Pareto front, knee."""

@@ -1,0 +1,1 @@
+"""What a sweep is about: the machines, from a probe or the catalogue."""

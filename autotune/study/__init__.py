@@ -1,0 +1,1 @@
+"""A sweep on disk and in motion: storage, leases, child-process trials, outcomes."""

@@ -1,0 +1,1 @@
+"""The model of one live run: loss law, noise, throughput, health."""
