@@ -26,7 +26,7 @@ def pyproject(repo_root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def contracts(pyproject: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The import contracts by the first words of their names."""
+    """The import contracts by name."""
     return {contract["name"]: contract for contract in pyproject["tool"]["importlinter"]["contracts"]}
 
 
@@ -71,3 +71,16 @@ def test_light_modules_load_neither_torch_nor_pandas(light_modules: list[str]) -
     code = f"import {', '.join(light_modules)}, sys; print({{'torch', 'pandas', 'scipy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_of_modules_is_a_package(repo_root: Path, package: str) -> None:
+    """A folder without `__init__.py` would be left out of the distribution and unseen by the import contracts."""
+    folders = {path.parent for path in (repo_root / package).rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_the_map_names_every_module(repo_root: Path) -> None:
+    named = set(re.findall(r"`([a-z_/]+\.py)`", (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    paths = [path for package in PACKAGES for path in (repo_root / package).rglob("*.py") if path.name != "__init__.py"]
+    assert sorted({path.relative_to(repo_root).as_posix() for path in paths} - named) == []
