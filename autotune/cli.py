@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 
@@ -27,30 +27,31 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands without importing them, so that ``--help`` is fast."""
+    """Imports a command when it is resolved, not when the group lists its commands for ``--help``."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of ``COMMANDS``."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import ``autotune.commands.<name>`` and build its command (for the group's own help: a stand-in)."""
-        if cmd_name not in COMMANDS:
-            return None
-        if _asks_for_group_help(ctx):
-            return click.Command(cmd_name, short_help=COMMANDS[cmd_name], help=COMMANDS[cmd_name])
-        module = importlib.import_module(f"autotune.commands.{cmd_name}")
-        app = getattr(module, "app", None)
-        if app is None:
-            app = typer.Typer(add_completion=False)
-            app.command(help=COMMANDS[cmd_name])(module.command)
-        command = typer.main.get_command(app)
-        command.name = cmd_name
-        return command
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A stand-in with the line of help; ``resolve_command`` puts the real command in its place."""
+        return TyperCommand(cmd_name, short_help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import ``autotune.commands.<name>`` and build its command."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _import_command(str(name)), rest
 
 
-def _asks_for_group_help(ctx: click.Context) -> bool:
-    return not ctx._protected_args and not ctx.args
+def _import_command(name: str) -> Any:
+    module = importlib.import_module(f"autotune.commands.{name}")
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(help=module.command.__doc__)(module.command)
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
 
 
 app = typer.Typer(
@@ -64,7 +65,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Shared by all commands."""
+    """Find, prove and keep the best way to train a model on the machines you have."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,23 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    command = typer.main.get_command(app)
     try:
-        result = typer.main.get_command(app).main(
-            args=list(arguments) if arguments is not None else None, prog_name="autotune", standalone_mode=False
-        )
+        command(args=list(arguments) if arguments is not None else None, prog_name="autotune")
     except UserError as error:
         print_error(error)
         return USER_ERROR_EXIT_CODE
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
         print("interrupted; the same command goes on where it was", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def print_error(error: UserError) -> None:
