@@ -32,7 +32,7 @@ test: lint  ## install, lint, type-check, check the import contracts, run all te
 lint: install  ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 demo: install  ## a sweep, its report, the chosen run and a live-retuned training, on this machine
 	$(BIN)/python benchmarks/demo.py
