@@ -140,10 +140,10 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
 
     if not isinstance(data, dict):
         return data, []
-    data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    folder = Path(document.source).parent if document else Path()
+    data = absolute_paths(data, folder)
     notes: list[str] = []
     if isinstance(data.get("model"), str):
-        folder = Path(document.source).parent if document else Path()
         data["model"] = load_model(folder / data["model"]).to_data()
     workload, hyper, plan = data.get("workload"), data.get("hyperparameters"), data.get("plan")
     if isinstance(workload, dict) and isinstance(workload.get("total_tokens"), str):
@@ -159,6 +159,27 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
             hyper["global_batch_size"] = batch.num_sequences
             notes += [batch.note] if batch.note else []
     return data, notes
+
+
+def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy in which the corpus, tokenizer and weights named relative to the file's ``folder`` are absolute, so that
+    the run can be started from anywhere. Names that stand for something built in stay."""
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    base = folder.absolute()
+
+    def absolute(value: Any, builtin: str | None) -> Any:
+        return value if not isinstance(value, str) or value == builtin else str(base / Path(value).expanduser())
+
+    workload, runtime = data.get("workload"), data.get("runtime")
+    if isinstance(workload, dict) and isinstance(workload.get("data"), dict):
+        corpus = workload["data"] = dict(workload["data"])
+        if isinstance(corpus.get("paths"), list):
+            corpus["paths"] = [absolute(path, "python-stdlib") for path in corpus["paths"]]
+        if "tokenizer" in corpus:
+            corpus["tokenizer"] = absolute(corpus["tokenizer"], "bytes")
+    if isinstance(runtime, dict) and "init_from" in runtime:
+        runtime["init_from"] = absolute(runtime["init_from"], None)
+    return data
 
 
 def load_run(path: str | Path) -> tuple[RunConfig, list[str]]:

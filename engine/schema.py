@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.errors import UserError
 
-if TYPE_CHECKING:
-    from engine.yaml_file import YamlDocument
+
+class Located(Protocol):
+    """Something that knows the file and line of a value: a YAML document, or several merged."""
+
+    def where(self, path: tuple[str | int, ...] = ()) -> str:
+        """``file:line`` of the value at ``path``."""
 
 
 class Schema(BaseModel):
@@ -37,7 +41,7 @@ SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
 def parse(
-    schema: type[SchemaT], data: Any, *, document: YamlDocument | None = None, path: tuple[str | int, ...] = ()
+    schema: type[SchemaT], data: Any, *, document: Located | None = None, path: tuple[str | int, ...] = ()
 ) -> SchemaT:
     """Validate ``data`` against ``schema``.
 
@@ -68,7 +72,7 @@ def explain(
     error: ValidationError,
     schema: type[BaseModel],
     *,
-    document: YamlDocument | None = None,
+    document: Located | None = None,
     path: tuple[str | int, ...] = (),
 ) -> UserError:
     """Turn a pydantic error into one message for people."""
