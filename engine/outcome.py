@@ -16,6 +16,7 @@ OutcomeKind = Literal["ok", "oom", "hang", "nan", "diverged", "infra", "user", "
 FAILURE_KINDS: tuple[OutcomeKind, ...] = ("oom", "hang", "nan", "diverged", "infra", "user", "interrupted")
 
 OUTCOME_FILE = "outcome.json"
+FAILURES_FOLDER = "failures"
 
 
 class Outcome(Schema):
@@ -71,3 +72,43 @@ def read_outcome(folder: str | Path) -> Outcome | None:
         return Outcome.model_validate_json((Path(folder) / OUTCOME_FILE).read_text(encoding="utf-8"))
     except (OSError, ValidationError, json.JSONDecodeError, UnicodeDecodeError):
         return None
+
+
+class RankFailure(Schema):
+    """What one rank of a job says of its own end (``failures/rank<r>.json``): evidence for the job's outcome when rank 0
+    can't tell or no longer lives."""
+
+    kind: OutcomeKind
+    """The kind of failure."""
+    detail: str = ""
+    """One line for people."""
+    rank: int
+    """The rank that failed."""
+    time: float
+    """Unix time."""
+
+
+_TELLING: tuple[OutcomeKind, ...] = ("user", "oom", "nan", "diverged", "hang", "infra", "interrupted")
+"""From the kind that is surely a cause to those that are often effects: a rank that lost a peer reports ``hang`` or
+``infra``, a rank that was told to end because another failed reports ``interrupted``."""
+
+
+def write_failure(folder: str | Path, failure: RankFailure) -> None:
+    """Write a rank's failure atomically."""
+    write_json(Path(folder) / FAILURES_FOLDER / f"rank{failure.rank}.json", failure.to_data())
+
+
+def clear_failure(folder: str | Path, rank: int) -> None:
+    """Remove what an earlier process of this rank wrote; each rank does so when it starts."""
+    (Path(folder) / FAILURES_FOLDER / f"rank{rank}.json").unlink(missing_ok=True)
+
+
+def read_failures(folder: str | Path) -> list[RankFailure]:
+    """The failures of all ranks, the most telling first: the head of the list is the job's kind of failure."""
+    failures = []
+    for path in (Path(folder) / FAILURES_FOLDER).glob("rank*.json"):
+        try:
+            failures.append(RankFailure.model_validate_json(path.read_text(encoding="utf-8")))
+        except (OSError, ValidationError, UnicodeDecodeError):
+            continue
+    return sorted(failures, key=lambda failure: (_TELLING.index(failure.kind), failure.time))
