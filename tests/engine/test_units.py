@@ -1,0 +1,48 @@
+"""Quantities as people write them."""
+
+import pytest
+
+from engine import units
+from engine.errors import UserError
+
+pytestmark = pytest.mark.unit
+
+
+def test_counts_bytes_and_durations() -> None:
+    assert units.parse_tokens("4Mi-tokens") == 4 * 2**20
+    assert units.parse_tokens("2M") == units.parse_tokens(2_000_000) == units.parse_tokens("2e6") == 2_000_000
+    assert units.parse_bytes("70GiB") == 70 * 2**30
+    assert units.parse_bytes("1.5GB") == 1_500_000_000
+    assert units.parse_duration("10m") == 600
+    assert units.parse_interval("200steps") == units.Interval(num_steps=200)
+    assert units.parse_interval("30s") == units.Interval(seconds=30)
+
+
+def test_batches_round_to_the_nearest_legal_value_and_say_so() -> None:
+    assert units.parse_batch("512-seqs", 1024) == units.BatchSize(512)
+    assert units.parse_batch("4Mi-tokens", 8192) == units.BatchSize(512)
+    rounded = units.parse_batch("1M-tokens", 1024, multiple_of=8)
+    assert rounded.num_sequences == 976
+    assert "rounded to 976" in rounded.note
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (units.parse_tokens, "many"), (units.parse_tokens, "1.5"), (units.parse_tokens, "-3"), (units.parse_bytes, "70 parsecs"),
+        (units.parse_duration, "0s"), (units.parse_duration, "soon"), (units.parse_interval, "0steps"),
+        (units.parse_interval, "1.5steps"), (lambda text: units.parse_batch(text, 64), "0"),
+    ],
+)  # fmt: skip
+def test_other_words_are_refused_with_examples(parse, text: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(text)
+    assert repr(text) in error.value.message
+    assert "example" in str(error.value.hint)
+
+
+def test_formats() -> None:
+    assert units.format_bytes(3 * 2**30) == "3.00 GiB"
+    assert units.format_bytes(2**20) == "1.0 MiB"
+    assert units.format_count(1_240_000_000) == "1.24B"
+    assert [units.format_duration(seconds) for seconds in (0.08, 12.5, 200, 7500)] == ["80ms", "12.5s", "3m20s", "2h05m"]
