@@ -8,9 +8,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engine.errors import UserError
+from engine.hf_config import load_model
+from engine.plan import Plan
 from engine.schema import Schema, parse
 from engine.spec import Count, CountOrZero, Hyperparameters, ModelSpec, Name, NonNegative, Positive, Workload
-from engine.plan import Plan
 from engine.units import parse_batch, parse_tokens
 from engine.yaml_file import YamlDocument, dump_yaml, read_yaml
 
@@ -136,8 +137,6 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
     Returns:
         The data ready for ``RunConfig`` and notes on what was rounded.
     """
-    from engine.hf_config import load_model
-
     if not isinstance(data, dict):
         return data, []
     folder = Path(document.source).parent if document else Path()

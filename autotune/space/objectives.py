@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.outcome import Outcome
 from engine.schema import Schema
+from engine.units import format_bytes, format_count
 
 ObjectiveName = Literal["speed", "memory", "quality"]
 Direction = Literal["maximize", "minimize"]
@@ -35,6 +36,12 @@ class Objective(Schema):
     def label(self) -> str:
         """Words for tables and axes."""
         return {"speed": "Training speed", "memory": "Peak memory", "quality": "Held-out loss"}[self.name]
+
+    def text(self, value: float) -> str:
+        """A value with its unit, for people."""
+        if self.name == "memory":
+            return format_bytes(value)
+        return f"{format_count(value)} {self.unit}" if self.name == "speed" else f"{value:.4g} {self.unit}"
 
     def value_of(self, outcome: Outcome) -> float | None:
         """The objective's value in an outcome, None where it was not measured."""
