@@ -78,6 +78,8 @@ def read_documents(files: list[SourceFile], data: DataSpec) -> Iterator[str]:
             num_bytes += size
             if text:
                 yield text
+            if num_bytes == data.max_bytes:
+                return
 
 
 def _given_files(given: str, patterns: tuple[str, ...]) -> list[Path]:
