@@ -14,7 +14,8 @@ def check_name(name: str, what: str) -> str:
     """A study's or job's name: a plain word, so that it can't leave its folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}", name):
         raise UserError(
-            f"{what} name {name!r} is not allowed", hint="use letters, digits, '.', '_', '+' and '-', beginning with a letter or digit"
+            f"{what} name {name!r} is not allowed",
+            hint="use letters, digits, '.', '_', '+' and '-', beginning with a letter or digit",
         )
     return name
 

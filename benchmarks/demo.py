@@ -1,7 +1,7 @@
-"""The whole path on this machine, by the commands a user would type: sweep, report, apply, and a run that is retuned live.
+"""The whole path on this machine, by the commands a user would type: sweep, report, apply, and a live-retuned run.
 
-The last run starts at a quarter of the chosen learning rate on purpose, so that there is something to retune. Everything
-goes below ``runs/``; a demonstration that was interrupted goes on where it was.
+The last run starts at a quarter of the chosen learning rate on purpose, so that there is something to retune.
+Everything goes below ``runs/``; a demonstration that was interrupted goes on where it was.
 
     python benchmarks/demo.py [--runs-dir runs] [--trials N]
 """

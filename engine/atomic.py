@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -58,9 +59,7 @@ def make_folder(path: str | Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(
-            f"cannot create the folder {path}: {reason}", hint="choose a folder you may write to"
-        ) from None
+        raise UserError(f"cannot create the folder {path}: {reason}", hint="choose a folder you may write to") from None
     return path
 
 
@@ -106,12 +105,8 @@ def append_line(path: str | Path, record: dict[str, Any], *, sync: bool = False)
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """All whole records of an append-only file, in order; torn or damaged lines are passed over, a missing file is empty."""
-    try:
-        file = open(path, encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    with file:
+    """All whole records of an append-only file, in order. Torn or damaged lines are left out; no file, no records."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             record = decode_line(line)
             if record is not None:

@@ -59,9 +59,7 @@ class Stop(Schema):
     kind: Literal["stop"] = "stop"
 
 
-Change = Annotated[
-    SetLearningRateScale | SetMicroBatch | TakeCheckpoint | RollBack | Stop, Field(discriminator="kind")
-]
+Change = Annotated[SetLearningRateScale | SetMicroBatch | TakeCheckpoint | RollBack | Stop, Field(discriminator="kind")]
 
 
 class ChangeRequest(Schema):

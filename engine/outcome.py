@@ -20,8 +20,8 @@ FAILURES_FOLDER = "failures"
 
 
 class Outcome(Schema):
-    """The end of one run. ``kind`` is ``ok``, or why it failed: out of memory, a hang, non-finite numbers, divergence, a
-    fault of the machine (a killed worker ...), a mistake of the user's, or an interruption."""
+    """The end of one run. ``kind`` is ``ok``, or why it failed: out of memory, a hang, non-finite numbers, divergence,
+    a fault of the machine (a killed worker ...), a mistake of the user's, or an interruption."""
 
     schema_version: Literal[1] = 1
     """Version of this file format."""
@@ -75,8 +75,8 @@ def read_outcome(folder: str | Path) -> Outcome | None:
 
 
 class RankFailure(Schema):
-    """What one rank of a job says of its own end (``failures/rank<r>.json``): evidence for the job's outcome when rank 0
-    can't tell or no longer lives."""
+    """What one rank of a job says of its own end (``failures/rank<r>.json``): evidence for the job's outcome when
+    rank 0 can't tell or no longer lives."""
 
     kind: OutcomeKind
     """The kind of failure."""

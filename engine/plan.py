@@ -43,7 +43,7 @@ class Plan(Schema):
     micro_batch_size: Count = 1
     """Sequences per micro-batch and data-parallel rank."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage over dp_shard: 1 optimizer states, 2 and gradients, 3 and parameters. Without effect at dp_shard = 1."""
+    """ZeRO stage over dp_shard: 1 optimizer states, 2 and gradients, 3 and parameters. No effect at dp_shard = 1."""
     sequence_parallel: bool = False
     """Split the sequence between the tensor-parallel regions."""
     vocab_parallel: bool = True
@@ -75,8 +75,7 @@ class Plan(Schema):
     def _check(self) -> Self:
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             raise ValueError(
-                f"layers_per_stage names {len(self.layers_per_stage)} stages,"
-                f" pp * virtual_stages is {self.num_stages}"
+                f"layers_per_stage names {len(self.layers_per_stage)} stages, pp * virtual_stages is {self.num_stages}"
             )
         return self
 

@@ -77,7 +77,9 @@ class ModelSpec(Schema):
     """Version of this file format."""
     name: Name = "model"
     """What the model is called in reports."""
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_oss"] = "llama"
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_oss"] = (
+        "llama"
+    )
     """Which family's weight names are used for import and export."""
     num_layers: Count
     """Transformer blocks (multi-token-prediction blocks counted apart)."""

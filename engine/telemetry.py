@@ -68,8 +68,9 @@ class EventRecord(Schema):
     tokens: int
     """Tokens trained on."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """``evaluation``: held_out_loss, held_out_bits_per_byte, seconds. ``checkpoint``: path, seconds. ``start``: world_size,
-    pid, num_steps, tokens_per_step, resumed_from, corpus_hash, num_parameters. ``end``: outcome. ``note``: text."""
+    """``evaluation``: held_out_loss, held_out_bits_per_byte, seconds. ``checkpoint``: path, seconds. ``start``:
+    world_size, pid, num_steps, tokens_per_step, resumed_from, corpus_hash, num_parameters.
+    ``end``: outcome. ``note``: text."""
 
 
 class AckRecord(Schema):
@@ -98,8 +99,8 @@ _ADAPTER: TypeAdapter[StepRecord | EventRecord | AckRecord] = TypeAdapter(Teleme
 
 
 class TelemetryWriter:
-    """Appends records; buffered, flushed at most every ``flush_seconds``, rotated at ``max_bytes`` (one older file kept
-    per rotation: ``telemetry.1.jsonl`` is the oldest). No fsync: a lost machine may cost the last lines, never a torn file.
+    """Appends records; buffered, flushed at most every ``flush_seconds``, rotated at ``max_bytes``
+    (``telemetry.1.jsonl`` is the oldest). No fsync: a lost machine may cost the last lines, never a torn file.
 
     Args:
         folder: Run folder.

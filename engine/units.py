@@ -91,7 +91,9 @@ def parse_batch(text: str | int, sequence_length: int, *, multiple_of: int = 1) 
     else:
         wanted = float(parse_count(re.sub(r"-seqs?$", "", str(text).strip()), what="the global batch"))
     if wanted <= 0:
-        raise UserError(f"the global batch must be above zero, got {text!r}", hint="examples: 512, 512-seqs, 4Mi-tokens")
+        raise UserError(
+            f"the global batch must be above zero, got {text!r}", hint="examples: 512, 512-seqs, 4Mi-tokens"
+        )
     nearest = max(multiple_of, round(wanted / multiple_of) * multiple_of)
     if nearest == wanted:
         return BatchSize(nearest)

@@ -41,7 +41,9 @@ class Enumeration:
     def meshes(self) -> dict[str, dict[str, int]]:
         """Mesh word -> degrees, over the legal rows, smallest world first."""
         rows = np.stack([self.table[key] for key in MESH_FIELDS], axis=1) if self.num_legal else np.empty((0, 8), int)
-        distinct = sorted({tuple(map(int, row)) for row in np.unique(rows, axis=0)}, key=lambda row: (math.prod(row), row))
+        distinct = sorted(
+            {tuple(map(int, row)) for row in np.unique(rows, axis=0)}, key=lambda row: (math.prod(row), row)
+        )
         degrees = [dict(zip(MESH_FIELDS, row, strict=True)) for row in distinct]
         return {mesh_word(fields): fields for fields in degrees}
 
@@ -68,7 +70,8 @@ def enumerate_plans(
     if num_combinations > MAX_COMBINATIONS:
         sizes = ", ".join(f"{d.name} {len(c)}" for d, c in zip(dimensions, choices, strict=True))
         raise UserError(
-            f"the space has {num_combinations} combinations of plan values ({sizes}), at most {MAX_COMBINATIONS} are taken",
+            f"the space has {num_combinations} combinations of plan values ({sizes});"
+            f" at most {MAX_COMBINATIONS} are taken",
             hint="fix or narrow some plan values",
         )
     columns: dict[str, Any] = dict(values)

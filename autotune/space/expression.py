@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -112,10 +113,8 @@ def _evaluate(node: ast.AST, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.UnaryOp):
         return _UNARY[type(node.op)](_evaluate(node.operand, values))
     if isinstance(node, ast.BoolOp):
-        result = _evaluate(node.values[0], values)
-        for operand in node.values[1:]:
-            result = _BINARY[type(node.op)](result, _evaluate(operand, values))
-        return result
+        operands = [_evaluate(operand, values) for operand in node.values]
+        return functools.reduce(_BINARY[type(node.op)], operands)
     assert isinstance(node, ast.Compare)
     left = _evaluate(node.left, values)
     result: Any = True

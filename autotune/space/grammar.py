@@ -67,13 +67,13 @@ class SpaceFile(Schema):
     """Names, or mappings with ``name`` and ``bound``."""
     space: Any
     """``plan``, ``hyperparameters`` and ``constraints``."""
-    budget: Any = {}
+    budget: Any = None
     """``trials`` and ``time``."""
-    limits: Any = {}
+    limits: Any = None
     """``time``, ``memory`` and ``heartbeat`` of each trial."""
-    runtime: Any = {}
+    runtime: Any = None
     """RuntimeOptions of each trial."""
-    evaluation: Any = {}
+    evaluation: Any = None
     """EvaluationOptions of each trial."""
 
 
@@ -129,7 +129,9 @@ def _find(path: str | Path) -> YamlDocument:
         close = difflib.get_close_matches(name, shipped_spaces(), n=1)
         raise UserError(
             f"no space file and no shipped space is called {name!r}",
-            hint=f"did you mean {close[0]}?" if close else f"name a .yaml file, or one of: {', '.join(shipped_spaces())}",
+            hint=f"did you mean {close[0]}?"
+            if close
+            else f"name a .yaml file, or one of: {', '.join(shipped_spaces())}",
         )
     return read_yaml(name)
 
@@ -141,7 +143,9 @@ def _merge(document: YamlDocument, overrides: Sequence[str]) -> MergedDocument:
     data: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer.data, dict):
-            raise UserError("a space file is a mapping of sections", hint="see search_spaces/README.md", where=layer.where())
+            raise UserError(
+                "a space file is a mapping of sections", hint="see search_spaces/README.md", where=layer.where()
+            )
         data = {
             key: _overlay(data.get(key), value, MERGE_DEPTH.get(key, 1)) if key in data else value
             for key, value in {**data, **layer.data}.items()
@@ -162,11 +166,15 @@ def _used_layers(document: YamlDocument, seen: tuple[str, ...]) -> list[YamlDocu
     if used is None:
         return []
     if not isinstance(used, list) or not all(isinstance(name, str) for name in used):
-        raise UserError("'use' must be a list of names", hint="example: use: [tiny_llama]", where=document.where(("use",)))
+        raise UserError(
+            "'use' must be a list of names", hint="example: use: [tiny_llama]", where=document.where(("use",))
+        )
     layers: list[YamlDocument] = []
     for name in used:
         if name in seen:
-            raise UserError(f"'use' goes in a circle through {name!r}", hint="leave one out", where=document.where(("use",)))
+            raise UserError(
+                f"'use' goes in a circle through {name!r}", hint="leave one out", where=document.where(("use",))
+            )
         path = Path(document.source).parent / name if name.endswith((".yaml", ".yml")) else name
         try:
             layer = _find(path)
@@ -213,7 +221,9 @@ class _Builder:
         self._facts |= {"workload.total_tokens": workload.total_tokens}
         self._known = frozenset([*self._facts, *default_values(), "plan.dp", "plan.world_size"])
         for section, schema in SECTIONS.items():
-            written = self._section(f"space.{section}", raw.get(section) or {}, set(schema.model_fields) - {"schema_version"})
+            written = self._section(
+                f"space.{section}", raw.get(section) or {}, set(schema.model_fields) - {"schema_version"}
+            )
             for key in sorted(written, key=list(schema.model_fields).index):
                 dimension = self._dimension(f"{section}.{key}", written[key], schema)
                 if isinstance(dimension, Dimension) and dimension.choices() != dimension.values[:1]:
@@ -226,7 +236,11 @@ class _Builder:
 
         context = RuleContext(model, cluster.num_devices, dropout=float(fixed.get("hyperparameters.dropout", 0.0)))
         values = self._facts | default_values() | fixed
-        discrete = [d for d in dimensions if d.choices() and (d.name.startswith("plan.") or d.name.endswith("global_batch_size"))]
+        discrete = [
+            d
+            for d in dimensions
+            if d.choices() and (d.name.startswith("plan.") or d.name.endswith("global_batch_size"))
+        ]
         enumeration = enumerate_plans(discrete, values, constraints, context)
         if enumeration.num_legal == 0:
             worst = sorted(enumeration.removed.items(), key=lambda item: -item[1])
@@ -278,7 +292,9 @@ class _Builder:
     def _section(self, name: str, value: Any, allowed: set[str]) -> dict[str, Any]:
         path = tuple(name.split("."))
         if not isinstance(value, dict):
-            self._fail(f"'{name}' must be a mapping, got {value!r}", f"allowed keys: {', '.join(sorted(allowed))}", path)
+            self._fail(
+                f"'{name}' must be a mapping, got {value!r}", f"allowed keys: {', '.join(sorted(allowed))}", path
+            )
         for key in value:
             if key not in allowed:
                 close = difflib.get_close_matches(str(key), sorted(allowed), n=1)
@@ -302,7 +318,9 @@ class _Builder:
             try:
                 return load_model(self._folder / Path(self._file.model).expanduser())
             except UserError as error:
-                raise UserError(error.message, hint=error.hint, where=error.where or self._document.where(("model",))) from None
+                raise UserError(
+                    error.message, hint=error.hint, where=error.where or self._document.where(("model",))
+                ) from None
         return parse(ModelSpec, self._file.model, document=self._document, path=("model",))
 
     def _cluster(self) -> ClusterSpec:
@@ -310,7 +328,9 @@ class _Builder:
             try:
                 return parse_cluster(self._file.cluster)
             except UserError as error:
-                raise UserError(error.message, hint=error.hint, where=error.where or self._document.where(("cluster",))) from None
+                raise UserError(
+                    error.message, hint=error.hint, where=error.where or self._document.where(("cluster",))
+                ) from None
         return parse(ClusterSpec, self._file.cluster, document=self._document, path=("cluster",))
 
     def _workload(self) -> Workload:
@@ -320,7 +340,9 @@ class _Builder:
         workload = parse(Workload, data, document=self._document, path=("workload",))
         for index, path in enumerate(workload.data.paths):
             if path != "python-stdlib" and not Path(path).exists():
-                self._fail(f"the corpus {path} does not exist", "correct the path", ("workload", "data", "paths", index))
+                self._fail(
+                    f"the corpus {path} does not exist", "correct the path", ("workload", "data", "paths", index)
+                )
         return workload
 
     def _objectives(self) -> tuple[Objective, ...]:
@@ -332,7 +354,12 @@ class _Builder:
             path = ("objectives", index)
             data = {"name": item} if isinstance(item, str) else item
             if isinstance(data, dict) and data.get("name") == "memory" and isinstance(data.get("bound"), str):
-                data = {**data, "bound": float(self._converted("objectives", {"bound": data["bound"]}, {"bound": parse_bytes})["bound"])}
+                data = {
+                    **data,
+                    "bound": float(
+                        self._converted("objectives", {"bound": data["bound"]}, {"bound": parse_bytes})["bound"]
+                    ),
+                }
             objectives.append(parse(Objective, data, document=self._document, path=path))
         names = [objective.name for objective in objectives]
         if len(set(names)) < len(names):
@@ -347,9 +374,13 @@ class _Builder:
 
     def _limits(self) -> TrialLimits:
         data = self._section("limits", self._file.limits or {}, {"time", "memory", "heartbeat"})
-        data = self._converted("limits", data, {"time": parse_duration, "memory": parse_bytes, "heartbeat": parse_duration})
+        data = self._converted(
+            "limits", data, {"time": parse_duration, "memory": parse_bytes, "heartbeat": parse_duration}
+        )
         names = {"time": "seconds", "memory": "memory_bytes", "heartbeat": "heartbeat_seconds"}
-        return parse(TrialLimits, {names[key]: value for key, value in data.items()}, document=self._document, path=("limits",))
+        return parse(
+            TrialLimits, {names[key]: value for key, value in data.items()}, document=self._document, path=("limits",)
+        )
 
     def _options(self, name: str, schema: type[SchemaT], value: Any) -> SchemaT:
         data = absolute_paths({name: value or {}}, self._folder)[name]
@@ -389,7 +420,9 @@ class _Builder:
         if form in ("values", "divisors_of"):
             values = self._divisors(name, value, path) if form == "divisors_of" else value
             if not isinstance(values, list) or not values:
-                self._fail(f"'{name}.values' must be a list of at least one value, got {values!r}", "example: [1, 2, 4]", path)
+                self._fail(
+                    f"'{name}.values' must be a list of at least one value, got {values!r}", "example: [1, 2, 4]", path
+                )
             checked = tuple(self._value(name, item, schema, (*path, form, i)) for i, item in enumerate(values))
             if len(set(map(repr, checked))) < len(checked):
                 self._fail(f"'{name}' has a value twice: {values}", "keep one of them", path)
@@ -421,7 +454,9 @@ class _Builder:
                 return parse_batch(value, self._facts["workload.sequence_length"]).num_sequences
             except UserError as error:
                 self._fail(f"'{name}': {error.message}", error.hint or "", path)
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, *info.metadata], config=ConfigDict(strict=True))
+        adapter: TypeAdapter[Any] = TypeAdapter(
+            Annotated[info.annotation, *info.metadata], config=ConfigDict(strict=True)
+        )
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
@@ -432,7 +467,11 @@ class _Builder:
         number = self._facts.get(of) if isinstance(of, str) else of
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             names = ", ".join(sorted(key for key, value in self._facts.items() if isinstance(value, int)))
-            self._fail(f"'{name}.divisors_of' must be a number of at least 1 or one of {names}, got {of!r}", "example: devices", path)
+            self._fail(
+                f"'{name}.divisors_of' must be a number of at least 1 or one of {names}, got {of!r}",
+                "example: devices",
+                path,
+            )
         return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
     def _when(self, name: str, written: Any) -> Expression | None:

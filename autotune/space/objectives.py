@@ -18,7 +18,7 @@ class Objective(Schema):
     """One objective of a sweep."""
 
     name: ObjectiveName
-    """``speed`` (tokens per second), ``memory`` (peak bytes per rank) or ``quality`` (held-out loss, nats per token)."""
+    """``speed`` (tokens/s), ``memory`` (peak bytes per rank) or ``quality`` (held-out loss, nats per token)."""
     bound: float | None = Field(default=None, allow_inf_nan=False)
     """A candidate beyond it is infeasible: least speed, most memory in bytes, highest loss; null for none."""
 

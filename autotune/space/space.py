@@ -82,7 +82,7 @@ class TrialLimits(Schema):
     seconds: Positive = 600.0
     """Wall time, written as ``time`` (``90s``)."""
     memory_bytes: Count | None = None
-    """Resident memory of all its processes, written as ``memory`` (``4GiB``); null for the trial's share of the machine."""
+    """Resident memory of all its processes, written as ``memory`` (``4GiB``); null for its share of the machine."""
     heartbeat_seconds: Positive = 120.0
     """A trial without a step for so long hangs, written as ``heartbeat`` (``60s``)."""
 
@@ -108,7 +108,7 @@ class Space:
     workload: Workload
     objectives: tuple[Objective, ...]
     dimensions: tuple[Dimension, ...]
-    """In the order they are chosen: a condition reads only earlier ones. Parallel degrees are one dimension, ``plan.mesh``."""
+    """In the order they are chosen: conditions read only earlier ones. All parallel degrees are one, ``plan.mesh``."""
     fixed: dict[str, Any]
     """Dotted name -> value of everything else that the file sets in ``space``."""
     constraints: tuple[Expression, ...]
@@ -168,7 +168,9 @@ class Space:
             name=self.name,
             model=self.model,
             workload=self.workload,
-            hyperparameters=parse(Hyperparameters, section("hyperparameters", Hyperparameters), path=("hyperparameters",)),
+            hyperparameters=parse(
+                Hyperparameters, section("hyperparameters", Hyperparameters), path=("hyperparameters",)
+            ),
             plan=parse(Plan, section("plan", Plan), path=("plan",)),
             runtime=self.runtime.changed(device=self.cluster.device, threads_per_rank=threads),
             evaluation=self.evaluation,

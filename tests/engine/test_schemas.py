@@ -14,7 +14,8 @@ from engine.yaml_file import parse_yaml
 pytestmark = pytest.mark.unit
 
 MODEL = {
-    "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 128, "vocab_size": 264,
+    "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "ffn_size": 128, "vocab_size": 264,
 }  # fmt: skip
 
 
@@ -29,7 +30,9 @@ def make_run(**sections: object) -> RunConfig:
     recompute=st.sampled_from(["none", "full", "every_k"]),
     stages=st.one_of(st.none(), st.just([1, 3])),
 )
-def test_a_run_file_reads_back_equal(learning_rate: float, tp: int, recompute: str, stages: list[int] | None, tmp_path_factory) -> None:
+def test_a_run_file_reads_back_equal(
+    learning_rate: float, tp: int, recompute: str, stages: list[int] | None, tmp_path_factory
+) -> None:
     plan = {"tp": tp, "recompute": recompute, "layers_per_stage": stages, "pp": 2 if stages else 1}
     run = make_run(hyperparameters={"learning_rate": learning_rate}, plan=plan)
     path = tmp_path_factory.mktemp("run") / "run.yaml"
@@ -93,7 +96,7 @@ def test_plan_degrees_and_words() -> None:
     assert plan.mesh == "dpr2-dp3-tp2-pp4-vp2-ep2"
     assert Plan().mesh == "single"
     assert [len(layers) for layers in Plan(pp=4).stage_layers(10)] == [3, 3, 2, 2]
-    assert Plan(pp=2, layers_per_stage=(1, 3)).stage_layers(4) == [range(0, 1), range(1, 4)]
+    assert Plan(pp=2, layers_per_stage=(1, 3)).stage_layers(4) == [range(1), range(1, 4)]
 
 
 def test_plan_tables_hold_every_field() -> None:

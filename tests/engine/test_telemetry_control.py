@@ -15,7 +15,8 @@ pytestmark = pytest.mark.unit
 
 def step_record(step: int) -> StepRecord:
     return StepRecord(
-        time=float(step), step=step, tokens=step * 10, loss=2.0, learning_rate=1e-3, learning_rate_scale=1.0, grad_norm=1.0,
+        time=float(step), step=step, tokens=step * 10, loss=2.0, learning_rate=1e-3, learning_rate_scale=1.0,
+        grad_norm=1.0,
         step_seconds=0.1, data_seconds=0.0, compute_seconds=0.08, optimizer_seconds=0.02,
     )  # fmt: skip
 

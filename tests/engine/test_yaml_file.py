@@ -29,7 +29,9 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab1on", min_size=1, max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab1on", min_size=1, max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -43,7 +43,8 @@ def test_a_column_gives_what_its_rows_give(rows: list[tuple[int, int]], devices:
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('true')", "plan.tp.real", "(lambda: 1)()", "plan.tp if devices else 1", "devices[0]", "f'{devices}'",
+        "__import__('os').system('true')", "plan.tp.real", "(lambda: 1)()", "plan.tp if devices else 1", "devices[0]",
+        "f'{devices}'",
         "plan.tp =", "", "{1: 2}", "[x for x in [1]]", "devices := 3",
     ],
 )  # fmt: skip

@@ -96,7 +96,9 @@ def test_the_resolved_data_is_a_space_file_of_the_same_space(tmp_path) -> None:
 
 
 def test_later_files_and_overrides_win(tmp_path) -> None:
-    (tmp_path / "below.yaml").write_text("space: {plan: {tp: [1, 2, 4], micro_batch_size: [1, 2]}}\nbudget: {trials: 3}\n")
+    (tmp_path / "below.yaml").write_text(
+        "space: {plan: {tp: [1, 2, 4], micro_batch_size: [1, 2]}}\nbudget: {trials: 3}\n"
+    )
     text = "use: [tiny_llama, below.yaml]\ncluster: cpu:2\nspace: {plan: {tp: {divisors_of: 2}}}\n"
     space, _ = load_space(write(tmp_path, text), ["budget.trials=7", "workload.total_tokens=1M"])
     assert {dimension.name for dimension in space.dimensions} == {MESH, "plan.micro_batch_size"}
@@ -163,8 +165,12 @@ def test_mistakes_name_their_line(tmp_path, old: str, new: str, message: str, li
 
 
 def test_conditions_in_a_circle_are_refused(tmp_path) -> None:
-    text = BASE.replace("schedule: [cosine, wsd]", "schedule: {values: [cosine, wsd], when: hyperparameters.beta1 > 0.5}")
-    text = text.replace("  constraints:", "    beta1: {float: [0, 0.9], when: hyperparameters.schedule == 'wsd'}\n  constraints:")
+    text = BASE.replace(
+        "schedule: [cosine, wsd]", "schedule: {values: [cosine, wsd], when: hyperparameters.beta1 > 0.5}"
+    )
+    text = text.replace(
+        "  constraints:", "    beta1: {float: [0, 0.9], when: hyperparameters.schedule == 'wsd'}\n  constraints:"
+    )
     with pytest.raises(UserError, match="in a circle"):
         load_space(write(tmp_path, text))
 
@@ -183,7 +189,11 @@ def test_the_enumeration_equals_the_candidates_one_by_one(tmp_path) -> None:
         for micro_batch in (1, 2, 64):
             for batch in (16, 32):
                 for zero in (2, 3):
-                    chosen = {MESH: mesh, "plan.micro_batch_size": micro_batch, "hyperparameters.global_batch_size": batch}
+                    chosen = {
+                        MESH: mesh,
+                        "plan.micro_batch_size": micro_batch,
+                        "hyperparameters.global_batch_size": batch,
+                    }
                     chosen |= {"hyperparameters.learning_rate": 1e-3, "hyperparameters.schedule": "cosine"}
                     if "dp" in mesh:
                         chosen["plan.zero_stage"] = zero
@@ -191,6 +201,11 @@ def test_the_enumeration_equals_the_candidates_one_by_one(tmp_path) -> None:
                     if run is not None:
                         legal.add((run.plan, run.hyperparameters.global_batch_size))
     assert len(legal) == enumeration.num_legal
-    rows = zip(*(enumeration.table[key] for key in ("tp", "pp", "dp_shard", "zero_stage", "micro_batch_size")), strict=True)
-    plans = {Plan(**dict(zip(("tp", "pp", "dp_shard", "zero_stage", "micro_batch_size"), map(int, row), strict=True))) for row in rows}
+    rows = zip(
+        *(enumeration.table[key] for key in ("tp", "pp", "dp_shard", "zero_stage", "micro_batch_size")), strict=True
+    )
+    plans = {
+        Plan(**dict(zip(("tp", "pp", "dp_shard", "zero_stage", "micro_batch_size"), map(int, row), strict=True)))
+        for row in rows
+    }
     assert plans == {plan for plan, _ in legal}
