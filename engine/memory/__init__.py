@@ -1,0 +1,1 @@
+"""Memory for time: recomputation; and measuring memory."""

@@ -1,0 +1,29 @@
+"""Recomputation of activations: which blocks forget what they computed and compute it again in the backward pass."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+from engine.models.decoder import Decoder
+from engine.plan import Plan
+
+
+def apply_recompute(part: Decoder, plan: Plan, *, preserve_rng: bool) -> None:
+    """Make the blocks that ``plan.recompute`` names save their input only.
+
+    The decision is by the layer's number in the whole model, so it does not change with the pipeline's stages. A
+    block's hooks stay outside, so sharded parameters are gathered once for recomputation and backward.
+
+    Args:
+        part: A model or a stage.
+        plan: ``none``, ``full`` or ``every_k`` (layers 0, k, 2k ...).
+        preserve_rng: Whether blocks draw random numbers, which must be repeated.
+    """
+    if plan.recompute == "none":
+        return
+    period = plan.recompute_period if plan.recompute == "every_k" else 1
+    for layer, block in part.layers.items():
+        if int(layer) % period == 0:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng)

@@ -1,0 +1,109 @@
+"""A decoder-only language model built from a ModelSpec. Nothing here knows of parallelism: what is split, and how, is
+applied to the finished model by ``engine.parallel``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.models.layers import Attention, FeedForward, Head, Linear, Norm, RotaryPositions, initial_std
+from engine.models.moe import MixtureOfExperts
+from engine.rng import derive_seed
+from engine.spec import ModelSpec
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec, layer: int, rotary: RotaryPositions | None, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.attention_norm = Norm(spec)
+        self.attention = Attention(spec, rotary)
+        self.ffn_norm = Norm(spec)
+        if spec.moe is not None and spec.is_moe_layer(layer):
+            self.moe = MixtureOfExperts(spec, spec.moe)
+        else:
+            self.ffn = FeedForward(spec)
+
+    @property
+    def feed_forward(self) -> nn.Module:
+        """The dense feed-forward or the mixture of experts."""
+        return self.moe if hasattr(self, "moe") else self.ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, H] to [B, L, H]."""
+        x = x + self._drop(self.attention(self.attention_norm(x)))
+        return x + self._drop(self.feed_forward(self.ffn_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Decoder(nn.Module):
+    """A whole model, or the part of it that one pipeline stage holds. Names of parameters are the same in both.
+
+    Args:
+        spec: The architecture.
+        layers: The layers this part holds, numbered over the whole model.
+        has_embedding: Whether this part begins with the tokens.
+        has_head: Whether this part ends with the logits.
+        dropout: Probability on the embedding, the attention's output and the feed-forward's output.
+        compute_dtype: Dtype of the activations between layers.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layers: range,
+        has_embedding: bool = True,
+        has_head: bool = True,
+        dropout: float = 0.0,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        assert not spec.tied_embeddings or has_embedding == has_head, "tied embeddings live in one part"
+        self.dropout = dropout
+        self.compute_dtype = compute_dtype
+        rotary = RotaryPositions(spec.head_dim, spec.rope_theta) if spec.positions == "rope" else None
+        learned = has_embedding and spec.positions == "learned"
+        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size) if has_embedding else None
+        self.positions = nn.Embedding(spec.max_positions, spec.hidden_size) if learned else None
+        self.layers = nn.ModuleDict({str(layer): Block(spec, layer, rotary, dropout) for layer in layers})
+        self.norm = Norm(spec) if has_head else None
+        self.head: nn.Module | None = None
+        if has_head:
+            self.head = Head() if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens int64 [B, L] (with an embedding) or hidden states [B, L, H] to logits [B, L, V] (with a head) or hidden
+        states [B, L, H]."""
+        if self.embedding is not None:
+            x = self._embed(x)
+        for block in self.layers.values():
+            x = block(x)
+        if self.head is None or self.norm is None:
+            return x
+        x = self.norm(x)
+        return self.head(x) if isinstance(self.head, Linear) else self.head(x, self.embedding.weight)  # type: ignore[union-attr]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        x = x.to(self.compute_dtype)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def initial_value(spec: ModelSpec, seed: int, fqn: str, shape: torch.Size) -> Tensor:
+    """The first value of a parameter in full shape, fp32 on the CPU: a function of the seed and the name alone, so that
+    every plan starts from the same numbers."""
+    if fqn.endswith("bias"):
+        return torch.zeros(shape)
+    if fqn.split(".")[-2].endswith("norm"):
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "initial", fqn))
+    return torch.empty(shape).normal_(0.0, initial_std(fqn, spec.num_layers), generator=generator)

@@ -1,0 +1,25 @@
+"""What a parameter's name says: the group its gradient norm is reported under, and whether its weights decay."""
+
+from __future__ import annotations
+
+from torch import nn
+
+GROUPS = ("embedding", "attention", "ffn", "norm", "head")
+"""The groups gradient norms are reported for."""
+
+
+def group_of(fqn: str) -> str:
+    """The group of a parameter, by its name."""
+    parts = fqn.split(".")
+    if any(part.endswith("norm") for part in parts):
+        return "norm"
+    if parts[0] in ("embedding", "positions"):
+        return "embedding"
+    if parts[0] == "head":
+        return "head"
+    return "attention" if parts[2] == "attention" else "ffn"
+
+
+def decays(fqn: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, not to norms, biases and the embedding of positions."""
+    return parameter.ndim > 1 and not fqn.startswith("positions.")

@@ -1,0 +1,48 @@
+"""One gradient norm over all meshes. Which rank counts a parameter follows from how it is split, never from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine.context import ParallelContext
+from engine.optim.groups import GROUPS, group_of
+from engine.parallel.shards import local
+from engine.precision.policy import wide
+
+
+def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
+    """Whether this rank adds its part of the parameter to a sum over all ranks, so that each element is added once.
+
+    Along an axis over which the parameter is split every rank counts; along one over which it is repeated, rank 0.
+    Pipeline stages hold different parameters.
+    """
+    split: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = {name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()}
+    return all(axis in split or context.coordinate(axis) == 0 for axis in ("dp", "tp"))
+
+
+def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> Tensor:
+    """This rank's share of the squared gradient norm of each of ``GROUPS``, fp64 [len(GROUPS)]; the sum over all ranks is
+    the whole. Not finite if any gradient here is not."""
+    gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
+    for fqn, parameter in parameters.items():
+        if parameter.grad is not None and counts_here(parameter, context):
+            gradients[group_of(fqn)].append(local(parameter.grad))
+    shares = torch.zeros(len(GROUPS), dtype=torch.float64, device=context.device)
+    for index, members in enumerate(gradients.values()):
+        if members:
+            norms = torch._foreach_norm(members, 2.0, dtype=wide(members[0].dtype))
+            shares[index] = torch.stack(norms).double().square().sum()
+    return shares
+
+
+def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by ``factor``, in place."""
+    gradients = [local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor)

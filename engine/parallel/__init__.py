@@ -1,0 +1,1 @@
+"""How a model is split over ranks, as data applied after it is built."""

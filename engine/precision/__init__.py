@@ -1,0 +1,1 @@
+"""Which dtype is used where."""

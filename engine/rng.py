@@ -1,0 +1,55 @@
+"""Named random streams. A stream's draws follow from (seed, name, how often it was used, ranks), so their whole state is
+a few counts that are equal on all ranks, do not depend on the world size and fit a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any printable parts."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Generators:
+    """The streams of one process.
+
+    Args:
+        seed: The run's seed.
+        device: Where draws happen.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._devices = [device] if device.type == "cuda" else []
+        self._uses: dict[str, int] = {}
+
+    @contextmanager
+    def stream(self, name: str, *ranks: int) -> Iterator[None]:
+        """Draw from the stream ``name`` inside the block; torch's own generators are as before afterwards.
+
+        Recomputation of activations inside the block repeats the draws, because torch's checkpointing saves and
+        restores its own generators, which the block uses.
+
+        Args:
+            name: The stream; each use of it gives other draws.
+            ranks: Coordinates of this process on the axes along which draws must differ.
+        """
+        use = self._uses.get(name, 0)
+        self._uses[name] = use + 1
+        with torch.random.fork_rng(self._devices):
+            torch.manual_seed(derive_seed(self._seed, name, use, *ranks))
+            yield
+
+    def state_dict(self) -> dict[str, int]:
+        """How often each stream was used."""
+        return dict(self._uses)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._uses = dict(state)

@@ -1,0 +1,249 @@
+"""One optimizer step of any plan: the object the trainer drives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import RunConfig
+from engine.context import ParallelContext
+from engine.errors import UserError
+from engine.memory.recompute import apply_recompute
+from engine.models.decoder import Decoder, initial_value
+from engine.models.loss import IGNORED, summed_loss
+from engine.optim.build import build_optimizer
+from engine.optim.groups import GROUPS
+from engine.optim.norm import scale_gradients, squared_norms
+from engine.parallel.runner import AccumulationRunner, Runner
+from engine.parallel.shards import fill, gather
+from engine.precision.policy import precision_policy
+from engine.rng import Generators
+from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks except for the times."""
+
+    loss: float | None
+    """Mean loss over the valid tokens of the global batch, nats; None when it was not finite."""
+    num_valid_tokens: int
+    """Tokens of the global batch that had a label."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; None when it was not finite."""
+    grad_norms: dict[str, float] = field(default_factory=dict)
+    """Gradient norm of each group of parameters; empty when the step was skipped."""
+    skipped: bool = False
+    """Whether nothing was updated because the loss or a gradient was not finite on some rank."""
+    compute_seconds: float = 0.0
+    """Forward and backward, with their communication."""
+    optimizer_seconds: float = 0.0
+    """Norm, clipping and update."""
+
+
+class Stepper:
+    """The model, optimizer and random streams of one rank.
+
+    Made by ``Stepper.build``. Every method is called by all ranks together; tokens and labels are int64
+    [local batch, L], the rank's own contiguous slice of the global batch (ranks that differ only along tp or pp pass the same).
+
+    Attributes:
+        parts: The pipeline stages this rank holds (one).
+        optimizer: Its optimizer.
+        context: Its place in the plan.
+        spec: The architecture, with the vocabulary enlarged to the tokenizer's.
+        generators: The random streams; saved in checkpoints.
+        micro_batch_size: Sequences per micro-batch in force.
+    """
+
+    parts: list[nn.Module]
+
+    def __init__(
+        self, config: RunConfig, context: ParallelContext, spec: ModelSpec, part: Decoder, runner: Runner
+    ) -> None:
+        self.context = context
+        self.spec = spec
+        self.parts = [part]
+        self.generators = Generators(config.runtime.seed, context.device)
+        self._config = config
+        self._runner = runner
+        self._parameters = dict(part.named_parameters())
+        self.optimizer = build_optimizer(self._parameters, config.hyperparameters)
+
+    @classmethod
+    def build(cls, config: RunConfig, context: ParallelContext, vocab_size: int) -> Stepper:
+        """The model of ``config`` split as its plan says, with its first values.
+
+        Args:
+            config: A run that passed ``engine.rules.check_run``.
+            context: From ``open_context`` with the same plan.
+            vocab_size: Of the tokenizer; the model's vocabulary is enlarged to it when smaller.
+
+        Raises:
+            UserError: The enlarged vocabulary cannot be split over the plan's tp.
+        """
+        plan, hyper = config.plan, config.hyperparameters
+        spec = enlarge_vocabulary(config.model, vocab_size)
+        policy = precision_policy(plan.precision)
+        with torch.device("meta"):
+            part = Decoder(
+                spec,
+                layers=plan.stage_layers(spec.num_layers)[context.pp_rank],
+                has_embedding=context.is_first_stage,
+                has_head=context.is_last_stage,
+                dropout=hyper.dropout,
+                compute_dtype=policy.compute,
+            ).to(policy.parameters)
+        apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
+        part.to_empty(device=context.device)
+        runner = AccumulationRunner(part, summed_loss, plan.micro_batch_size)
+        stepper = cls(config, context, spec, part, runner)
+        stepper._initialise()
+        return stepper
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per micro-batch in force."""
+        return self._runner.micro_batch_size
+
+    def set_micro_batch(self, size: int) -> None:
+        """Use micro-batches of ``size`` sequences from the next step on; the global batch stays.
+
+        Raises:
+            UserError: The size does not divide this plan's local batch, or the pipeline's shapes are fixed.
+        """
+        local_batch = self._config.hyperparameters.global_batch_size // self.context.dp_size
+        if size < 1 or local_batch % size:
+            raise UserError(
+                f"a micro-batch of {size} does not divide the {local_batch} sequences of a data-parallel rank",
+                hint=f"use one of {[n for n in range(1, local_batch + 1) if local_batch % n == 0]}",
+            )
+        self._runner.set_micro_batch(size)
+
+    def train_step(self, tokens: Tensor, labels: Tensor, learning_rate: float) -> StepResult:
+        """Forward, backward and update on one global batch.
+
+        The loss is divided by the valid tokens of the whole global batch before the backward pass, so gradients do
+        not depend on how the batch is split. The update is left out, and nothing changes, when the loss or a gradient is
+        not finite on any rank.
+        """
+        start = time.perf_counter()
+        context = self.context
+        tokens, labels = tokens.to(context.device), labels.to(context.device)
+        valid = context.sum_over_batch((labels != IGNORED).sum())
+        num_valid = int(valid.item())
+        self.parts[0].train()
+        stream_ranks = (context.dp_rank, context.pp_rank, context.tp_rank if self._config.plan.sequence_parallel else 0)
+        with self.generators.stream("dropout", *stream_ranks):
+            loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
+        context.synchronize()
+        computed = time.perf_counter()
+        sums = torch.cat([loss_share.double().view(1), squared_norms(self._parameters, context)])
+        loss, *squares = context.sum_over_world(sums).tolist()
+        grad_norm = math.sqrt(sum(squares))
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if not skipped:
+            self._update(grad_norm, learning_rate)
+        self.optimizer.zero_grad()
+        context.synchronize()
+        return StepResult(
+            loss=loss if math.isfinite(loss) else None,
+            num_valid_tokens=num_valid,
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
+            grad_norms={} if skipped else {g: math.sqrt(square) for g, square in zip(GROUPS, squares, strict=True)},
+            skipped=skipped,
+            compute_seconds=computed - start,
+            optimizer_seconds=time.perf_counter() - computed,
+        )
+
+    def _update(self, grad_norm: float, learning_rate: float) -> None:
+        clip_norm = self._config.hyperparameters.clip_norm
+        if clip_norm is not None and grad_norm > clip_norm:
+            scale_gradients(self._parameters, clip_norm / grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> tuple[float, int]:
+        """Summed loss in nats and number of valid tokens over all ranks' ``tokens``; equal on all ranks.
+
+        Every rank passes the same number of sequences; a rank that has fewer fills up with labels of -100.
+        """
+        tokens, labels = tokens.to(self.context.device), labels.to(self.context.device)
+        self.parts[0].eval()
+        loss_sum = self._runner.evaluate(tokens, labels).double()
+        sums = self.context.sum_over_world(loss_sum.view(1))
+        num_valid = self.context.sum_over_batch((labels != IGNORED).sum())
+        return float(sums.item()), int(num_valid.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer by parameter name, as live (sharded) tensors: what DCP saves, and loads in place.
+
+        The form is the same under every plan, so a checkpoint can be read under another one.
+        """
+        return {
+            "model": {fqn: parameter.detach() for fqn, parameter in self._parameters.items()},
+            "optimizer": {
+                f"{fqn}.{name}": value
+                for fqn, parameter in self._parameters.items()
+                for name, value in self.optimizer.state[parameter].items()
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the tensors of a state in the form of ``state_dict``. Tensors that DCP loaded in place are the live ones
+        already."""
+        for section, tensors in self.state_dict().items():
+            for name, tensor in tensors.items():
+                if state[section][name] is not tensor:
+                    tensor.copy_(state[section][name])
+
+    def load_full_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over whole weights by name. Names of other stages are passed by; a vocabulary with fewer rows than the
+        model's fills the first ones.
+
+        Raises:
+            UserError: A weight of this rank's part is missing or has another shape.
+        """
+        missing = set(self._parameters)
+        for fqn, whole in weights:
+            if fqn not in self._parameters:
+                continue
+            missing.discard(fqn)
+            parameter = self._parameters[fqn]
+            if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < parameter.shape[0]:
+                rest = initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape)[whole.shape[0] :]
+                whole = torch.cat([whole.to(rest.dtype), rest])
+            if whole.shape != parameter.shape:
+                raise UserError(
+                    f"the weight {fqn} has shape {list(whole.shape)}, the model needs {list(parameter.shape)}",
+                    hint="use the model section that belongs to these weights (its config.json)",
+                )
+            fill(parameter, whole)
+        if missing:
+            raise UserError(
+                f"{len(missing)} weights are missing, the first is {min(missing)}",
+                hint="use the model section that belongs to these weights (its config.json)",
+            )
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, Tensor]:
+        """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks."""
+        return {fqn: gather(parameter).detach().cpu() for fqn, parameter in self._parameters.items()}
+
+    def _initialise(self) -> None:
+        for fqn, parameter in self._parameters.items():
+            fill(parameter, initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape))
+
+
+def enlarge_vocabulary(spec: ModelSpec, vocab_size: int) -> ModelSpec:
+    """The spec with a vocabulary of at least ``vocab_size``."""
+    return spec if spec.vocab_size >= vocab_size else spec.changed(vocab_size=vocab_size)

@@ -1,0 +1,9 @@
+"""Every symbol of torch that is not public, in one place. Written for torch 2.13; tests import each."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = ["StridedShard"]
+"""``StridedShard``: the placement fully_shard gives a dimension that tensor parallelism splits already: the rank's part is
+a slice of the tensor-parallel slice, though its mesh axis stands before."""
