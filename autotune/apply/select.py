@@ -66,16 +66,17 @@ def value_matrix(snapshot: StudySnapshot, trials: Sequence[TrialRow]) -> np.ndar
 
 def extreme_trial(objective: Objective, snapshot: StudySnapshot, trials: Sequence[TrialRow]) -> TrialRow:
     """The trial with the objective's best value; of several with the same value, the knee among them."""
-    column = value_matrix(snapshot, trials)[:, snapshot.objectives.index(objective)]
-    best = column.max() if objective.direction == "maximize" else column.min()
-    tied = [trial for trial, value in zip(trials, column, strict=True) if value == best]
-    trial = knee_trial(snapshot, tied)
-    assert trial is not None, "values of an outcome are finite"
-    return trial
+    values = value_matrix(snapshot, trials)
+    column = values[:, snapshot.objectives.index(objective)]
+    tied = np.flatnonzero(column == (column.max() if objective.direction == "maximize" else column.min()))
+    directions = _directions(snapshot)
+    row = pareto.knee(values[tied], directions, pareto.front_box(values, directions))
+    assert row is not None, "the extremes of a front are finite"
+    return trials[tied[row]]
 
 
 def concessions(snapshot: StudySnapshot, trial: TrialRow, front: Sequence[TrialRow]) -> list[Concession]:
-    """What ``trial`` (with values) gives up against the best of a front, one entry per objective in which it is worse."""
+    """What ``trial`` (with values) gives up against the best of a front, one entry per objective where it is worse."""
     found = []
     for objective in snapshot.objectives:
         extreme = extreme_trial(objective, snapshot, front)

@@ -27,13 +27,15 @@ class Box(NamedTuple):
 
     def scale(self, costs: np.ndarray) -> np.ndarray:
         """Costs ``[..., k]`` with the ideal point at 0 and the nadir point at 1."""
-        return np.divide(costs - self.ideal, self.nadir - self.ideal)
+        scaled: np.ndarray = np.divide(costs - self.ideal, self.nadir - self.ideal)
+        return scaled
 
 
 def costs_of(values: np.ndarray, directions: Sequence[Direction]) -> np.ndarray:
     """``values`` with the maximised columns negated, so that lower is better everywhere; shape ``[n, k]``."""
     signs = np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
-    return np.asarray(values, dtype=np.float64).reshape(-1, len(signs)) * signs
+    costs: np.ndarray = np.asarray(values, dtype=np.float64).reshape(-1, len(signs)) * signs
+    return costs
 
 
 def front(values: np.ndarray, directions: Sequence[Direction]) -> np.ndarray:
@@ -92,9 +94,9 @@ def hypervolume_history(values: np.ndarray, directions: Sequence[Direction], box
     return shares
 
 
-def knee(values: np.ndarray, directions: Sequence[Direction]) -> int | None:
+def knee(values: np.ndarray, directions: Sequence[Direction], box: Box | None = None) -> int | None:
     """The row of the front's knee: the point nearest to the ideal point once each objective is scaled to the front's
-    range, so that units do not matter. None when no row is finite.
+    range (or to ``box``), so that units do not matter. None when no row is finite.
 
     Among points equally near (two extremes alone, say) it is the one whose largest single shortfall is least, then the
     first.
@@ -102,7 +104,7 @@ def knee(values: np.ndarray, directions: Sequence[Direction]) -> int | None:
     on_front = np.flatnonzero(front(values, directions))
     if not len(on_front):
         return None
-    scaled = front_box(values, directions).scale(costs_of(values, directions)[on_front])
+    scaled = (box or front_box(values, directions)).scale(costs_of(values, directions)[on_front])
     # Rounded, so that noise in the last digits does not decide between equals.
     distance = np.linalg.norm(scaled, axis=1).round(9)
     shortfall = scaled.max(axis=1).round(9)
