@@ -1,0 +1,202 @@
+"""The machines: from the catalogue by name, from a file, or from a probe of this machine."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from autotune.specs import machine
+from engine.errors import UserError
+from engine.schema import Schema, parse
+from engine.spec import Count, Name, Positive
+from engine.units import GIB, format_bytes
+from engine.yaml_file import read_yaml
+
+CATALOGUE_FILE = Path(__file__).with_name("hardware.yaml")
+
+
+class DeviceEntry(Schema):
+    """One device of the catalogue (``hardware.yaml``)."""
+
+    title: str
+    """The device's full name."""
+    aliases: list[str]
+    """Other names people use."""
+    reported_as: list[str]
+    """Parts of the names that drivers give it."""
+    memory_gib: Positive
+    """Memory."""
+    tflops: dict[Literal["bf16", "fp16", "fp8", "fp32"], Positive]
+    """Dense peak of matrix products by precision, 10^12 FLOP/s."""
+    memory_gb_per_second: Positive
+    """Memory bandwidth, 10^9 bytes/s."""
+    link_gb_per_second: Positive
+    """Total bandwidth to the other devices of a node in one direction, 10^9 bytes/s."""
+    devices_per_node: Count
+    """Devices of the usual node."""
+    source: str
+    """Where the figures come from."""
+
+
+class ClusterSpec(Schema):
+    """The machines a run or a sweep may use. A CPU machine is several devices, each with its share of the cores."""
+
+    schema_version: Literal[1] = 1
+    """Version of this file format."""
+    name: Name
+    """What the cluster is called in reports."""
+    device_kind: Name
+    """Device of the catalogue, ``cpu``, or the driver's name for one that is not in it."""
+    device: Literal["cpu", "cuda"]
+    """Kind of device torch sees (``cuda`` for AMD devices too)."""
+    devices_per_node: Count
+    """Devices of each node."""
+    num_nodes: Count = 1
+    """Nodes."""
+    memory_bytes: Count
+    """Memory of one device; of a CPU device, its share of the machine's."""
+    threads_per_device: Count = 1
+    """CPU threads of the process that drives a device."""
+    peak_flops: dict[str, Positive] = Field(default_factory=dict)
+    """Dense peak of matrix products by precision, FLOP/s; empty when unknown."""
+    memory_bytes_per_second: Positive | None = None
+    """Memory bandwidth of a device; null when unknown."""
+    link_bytes_per_second: Positive | None = None
+    """Bandwidth of a device to the others of its node, in one direction; null when unknown."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.devices_per_node * self.num_nodes
+
+    def describe(self) -> str:
+        """One line for people."""
+        nodes = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""
+        threads = f", {self.threads_per_device} threads each" if self.device == "cpu" else ""
+        return f"{nodes}{self.devices_per_node} {self.device_kind} ({format_bytes(self.memory_bytes)} each{threads})"
+
+
+@functools.cache
+def catalogue() -> dict[str, DeviceEntry]:
+    """Device kind -> its entry."""
+    document = read_yaml(CATALOGUE_FILE)
+    return {kind: parse(DeviceEntry, data, document=document, path=(kind,)) for kind, data in document.data.items()}
+
+
+def probe_cluster() -> ClusterSpec:
+    """This machine: its visible NVIDIA devices where the installed torch can use them, else its physical cores."""
+    gpus = machine.nvidia_gpus()
+    if not gpus or not torch_has_cuda():
+        return _cpu_cluster("local", machine.num_usable_cores())
+    memory = min(gpu.memory_bytes for gpu in gpus)
+    threads = max(1, machine.num_usable_cores() // len(gpus))
+    kind = _kind_reported_as(gpus[0].name)
+    if kind is None:
+        kind = re.sub(r"[^A-Za-z0-9]+", "-", gpus[0].name).strip("-").lower() or "gpu"
+        return ClusterSpec(
+            name="local",
+            device_kind=kind,
+            device="cuda",
+            devices_per_node=len(gpus),
+            memory_bytes=memory,
+            threads_per_device=threads,
+        )
+    spec = _catalogue_cluster("local", kind, len(gpus), 1)
+    return spec.changed(memory_bytes=memory, threads_per_device=threads)
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch is a build for GPUs, told from its version alone (a CPU build ends in ``+cpu``)."""
+    try:
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def parse_cluster(text: str) -> ClusterSpec:
+    """A cluster as people name it.
+
+    Args:
+        text: ``local`` (this machine), ``cpu:2`` (so many devices of this machine's cores), ``h100x8:64`` (64 nodes
+            of 8 devices of the catalogue; ``h100x8`` is one node, ``h100`` one usual node), or the path of a YAML file.
+
+    Raises:
+        UserError: Unknown device (with the nearest name), a count that is not one, a file that can't be read.
+    """
+    text = text.strip()
+    if text == "local":
+        return probe_cluster()
+    if re.search(r"[/\\]|\.(ya?ml|json)$", text):
+        document = read_yaml(text)
+        return parse(ClusterSpec, document.data, document=document)
+    if text == "cpu" or text.startswith("cpu:"):
+        return _parse_cpu(text)
+    match = re.fullmatch(r"(?P<kind>.+?)(?:x(?P<devices>[0-9]+))?(?::(?P<nodes>[0-9]+))?", text)
+    kind = _known_kind(match["kind"] if match else text, text)
+    devices = int(match["devices"]) if match and match["devices"] else catalogue()[kind].devices_per_node
+    nodes = int(match["nodes"]) if match and match["nodes"] else 1
+    if not devices or not nodes:
+        raise UserError(f"a cluster needs at least one device, got {text!r}", hint="example: h100x8:64 (64 nodes of 8)")
+    return _catalogue_cluster(f"{kind}x{devices}-{nodes}", kind, devices, nodes)
+
+
+def _parse_cpu(text: str) -> ClusterSpec:
+    cpus = len(machine.usable_cpus())
+    count = text.removeprefix("cpu").removeprefix(":") or str(machine.num_usable_cores())
+    if not count.isdigit() or not 1 <= int(count) <= cpus:
+        raise UserError(
+            f"'cpu:N' needs a number of devices from 1 to this machine's {cpus} CPUs, got {text!r}",
+            hint=f"for example cpu:{machine.num_usable_cores()}, or local",
+        )
+    return _cpu_cluster(f"cpu-{count}", int(count))
+
+
+def _cpu_cluster(name: str, num_devices: int) -> ClusterSpec:
+    return ClusterSpec(
+        name=name,
+        device_kind="cpu",
+        device="cpu",
+        devices_per_node=num_devices,
+        memory_bytes=machine.memory_limit_bytes() // num_devices,
+        threads_per_device=max(1, machine.num_usable_cores() // num_devices),
+    )
+
+
+def _catalogue_cluster(name: str, kind: str, devices_per_node: int, num_nodes: int) -> ClusterSpec:
+    entry = catalogue()[kind]
+    return ClusterSpec(
+        name=name,
+        device_kind=kind,
+        device="cuda",
+        devices_per_node=devices_per_node,
+        num_nodes=num_nodes,
+        memory_bytes=int(entry.memory_gib * GIB),
+        peak_flops={precision: value * 1e12 for precision, value in entry.tflops.items()},
+        memory_bytes_per_second=entry.memory_gb_per_second * 1e9,
+        link_bytes_per_second=entry.link_gb_per_second * 1e9,
+    )
+
+
+def _known_kind(given: str, text: str) -> str:
+    names = {alias: kind for kind, entry in catalogue().items() for alias in (kind, *entry.aliases)}
+    if given.lower() in names:
+        return names[given.lower()]
+    words = ["local", "cpu", *names]
+    close = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
+    raise UserError(
+        f"unknown device {given!r} in the cluster {text!r}; known are {', '.join(catalogue())}",
+        hint=(f"did you mean '{close[0]}'? " if close else "")
+        + "A cluster is local, cpu:2, h100x8:64 (64 nodes of 8), or a YAML file",
+    )
+
+
+def _kind_reported_as(name: str) -> str | None:
+    """The catalogue's device with the longest part of a name that is in ``name`` (GB200 before B200)."""
+    fits = [(len(part), kind) for kind, entry in catalogue().items() for part in entry.reported_as if part in name]
+    return max(fits)[1] if fits else None
