@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -106,6 +106,30 @@ class ParallelContext:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain data), in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def judge(self, check: Callable[[], None]) -> None:
+        """Let rank 0 check something for all, so that all go on or all refuse.
+
+        Raises:
+            UserError: On every rank, when ``check`` raised it on rank 0.
+        """
+        refusal: dict[str, Any] | None = None
+        if self.is_main:
+            try:
+                check()
+            except UserError as error:
+                refusal = {"message": error.message, "hint": error.hint, "where": error.where}
+        refusal = self.broadcast(refusal)
+        if refusal:
+            raise UserError(**refusal)
+
     def all_agree(self, flag: bool) -> bool:
         """Whether ``flag`` is true on every rank."""
         if self.world_size == 1:
@@ -145,7 +169,7 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
     if world_size != plan.world_size:
         raise UserError(
             f"the plan {plan.mesh} needs {plan.world_size} processes, {world_size} were started",
-            hint=f"torchrun --nproc-per-node {plan.world_size} (times the number of nodes), or change the plan's degrees",
+            hint=f"start {plan.world_size} processes with torchrun, or change the plan's degrees",
         )
     device = _device(runtime, local_rank)
     owns_group = plan.world_size > 1 and not running

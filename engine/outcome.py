@@ -98,9 +98,12 @@ def write_failure(folder: str | Path, failure: RankFailure) -> None:
     write_json(Path(folder) / FAILURES_FOLDER / f"rank{failure.rank}.json", failure.to_data())
 
 
-def clear_failure(folder: str | Path, rank: int) -> None:
-    """Remove what an earlier process of this rank wrote; each rank does so when it starts."""
-    (Path(folder) / FAILURES_FOLDER / f"rank{rank}.json").unlink(missing_ok=True)
+def clear_failures(folder: str | Path, rank: int, world_size: int) -> None:
+    """Remove what an earlier process of this rank wrote; rank 0 also what ranks beyond the world did."""
+    for path in (Path(folder) / FAILURES_FOLDER).glob("rank*.json"):
+        number = path.stem.removeprefix("rank")
+        if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= world_size):
+            path.unlink(missing_ok=True)
 
 
 def read_failures(folder: str | Path) -> list[RankFailure]:
