@@ -1,0 +1,1 @@
+"""Checkpoints that hold everything, and Hugging Face weights in and out."""

@@ -1,0 +1,247 @@
+"""Train, evaluate or export one run: ``python -P -m engine.train RUN.yaml``, alone or under torchrun on any number of nodes.
+
+The folder of the run gets ``telemetry.jsonl``, ``checkpoints/`` and ``outcome.json``. Started again, the run goes on from its
+newest checkpoint. Exit codes: 0 done, 2 the user must change something, 75 stopped on request (start it again), 130 and 143
+ended by SIGINT and SIGTERM (after a checkpoint), 1 any other failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from engine.atomic import make_folder
+from engine.config import RunConfig, load_run
+from engine.errors import USER_ERROR_EXIT_CODE, UserError
+from engine.failures import Interrupted, classify, describe
+from engine.outcome import (
+    OUTCOME_FILE,
+    Outcome,
+    RankFailure,
+    clear_failures,
+    read_failures,
+    read_outcome,
+    write_failure,
+    write_outcome,
+)
+from engine.rules import check_run
+from engine.signals import SignalWatch
+from engine.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from engine.context import ParallelContext
+    from engine.trainer import Trainer
+
+LOCK_FILE = ".lock"
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    run: Path
+    folder: Path
+    evaluate_only: bool
+    export: Path | None
+    json: bool
+    quiet: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether the run folder is written to."""
+        return not self.evaluate_only
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the command line; prints help and exits when it is empty or wrong."""
+    parser = argparse.ArgumentParser(prog="engine.train", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", metavar="RUN.yaml", type=Path, help="the run file")
+    parser.add_argument("--folder", type=Path, help="run folder (default: where the run file lies)")
+    parser.add_argument(
+        "--evaluate-only", action="store_true", help="only the held-out loss, of the newest checkpoint if there is one"
+    )
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write Hugging Face safetensors there at the end")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON and nothing else")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    if not argv:
+        parser.print_help(sys.stderr)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    given = parser.parse_args(argv)
+    folder = (given.folder or given.run.parent).absolute()
+    return Arguments(given.run, folder, given.evaluate_only, given.export, given.json, given.quiet)
+
+
+class Program:
+    """One process of one run, from the command line to the exit code."""
+
+    def __init__(self, arguments: Arguments, signals: SignalWatch) -> None:
+        self._arguments = arguments
+        self._signals = signals
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._lock: IO[str] | None = None
+        self._trainer: Trainer | None = None
+
+    def run(self) -> int:
+        """Do what was asked; the exit code."""
+        try:
+            return self._run()
+        except (Exception, Interrupted, KeyboardInterrupt) as error:
+            self._signals.deferred = True
+            return self._fail(error)
+
+    def _run(self) -> int:
+        arguments = self._arguments
+        config, notes = load_run(arguments.run)
+        check_run(config)
+        if config.runtime.device == "cpu":
+            # Read by the OpenMP runtime when torch is imported; torch.set_num_threads alone leaves its pool large.
+            os.environ["OMP_NUM_THREADS"] = str(config.runtime.threads_per_rank)
+        if arguments.writes:
+            make_folder(arguments.folder)
+            clear_failures(arguments.folder, self._rank, config.plan.world_size)
+
+        from engine.context import open_context
+
+        context = open_context(config.plan, config.runtime)
+        for note in notes:
+            self._report(note)
+        exit_code = self._with_context(config, context)
+        context.barrier()  # torchrun ends all ranks as soon as one ends: rank 0 must have written everything
+        context.close()
+        return exit_code
+
+    def _with_context(self, config: RunConfig, context: ParallelContext) -> int:
+        from engine.trainer import Trainer
+
+        arguments = self._arguments
+        if arguments.writes:
+            context.judge(self._take_lock)
+            _check_shared(arguments.folder, context)
+        trainer = Trainer(config, context, arguments.folder, signals=self._signals, report=self._report)
+        self._trainer = trainer
+        if arguments.evaluate_only:
+            outcome, exit_code = trainer.outcome("ok", evaluation=trainer.evaluate()), 0
+        else:
+            if self._rank == 0 and not trainer.is_complete:
+                (arguments.folder / OUTCOME_FILE).unlink(missing_ok=True)  # of an earlier process: this one goes on
+            self._signals.deferred = True
+            outcome, exit_code = trainer.run()
+        if arguments.export and exit_code == 0:
+            trainer.export(arguments.export)
+            self._report(f"exported to {arguments.export}")
+        self._end(outcome, exit_code)
+        return exit_code
+
+    def _end(self, outcome: Outcome, exit_code: int) -> None:
+        """Write the outcome and say it."""
+        if self._rank == 0 and self._may_write(outcome):
+            write_outcome(self._arguments.folder, outcome)
+        if self._trainer:
+            self._trainer.close(outcome, exit_code)
+        if self._rank == 0 and self._arguments.json:
+            print(json.dumps(outcome.to_data()), flush=True)
+        elif exit_code != USER_ERROR_EXIT_CODE:
+            self._report(_summary(outcome))
+
+    def _may_write(self, outcome: Outcome) -> bool:
+        """Whether the outcome is of this run: not when nothing was trained, and a start that was refused leaves the result
+        of a finished run alone."""
+        if not self._arguments.writes or not self._arguments.folder.is_dir():
+            return False
+        previous = read_outcome(self._arguments.folder)
+        return outcome.kind != "user" or previous is None or previous.kind != "ok"
+
+    def _fail(self, error: BaseException) -> int:
+        """Write down what ended this process, and on rank 0 the outcome of the job."""
+        kind, detail = classify(error), describe(error)
+        folder = self._arguments.folder
+        if kind in ("infra", "oom", "hang"):
+            traceback.print_exception(error)
+        elif self._rank == 0:
+            print(f"error: {error if kind == 'user' else f'{kind}: {detail}'}", file=sys.stderr, flush=True)
+        exit_code = USER_ERROR_EXIT_CODE if kind == "user" else 1
+        if isinstance(error, Interrupted):
+            exit_code = 128 + error.signal_number
+        try:
+            if self._arguments.writes and folder.is_dir():
+                write_failure(folder, RankFailure(kind=kind, detail=detail, rank=self._rank, time=time.time()))
+                # Another rank may know better: this one perhaps only lost its peer.
+                worst = read_failures(folder)[0]
+                kind, detail = worst.kind, worst.detail
+            if self._rank == 0:
+                trainer = self._trainer
+                outcome = trainer.outcome(kind, detail, alone=True) if trainer else Outcome(kind=kind, detail=detail)
+                self._end(outcome, exit_code)
+        except UserError as unwritable:
+            print(f"error: {unwritable}", file=sys.stderr, flush=True)
+        return exit_code
+
+    def _take_lock(self) -> None:
+        path = self._arguments.folder / LOCK_FILE
+        try:
+            self._lock = open(path, "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process trains in {path.parent}", hint="wait for it, stop it, or choose another --folder"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot write to {path.parent}: {error.strerror}", hint="choose another --folder") from None
+
+    def _report(self, line: str) -> None:
+        if self._rank == 0 and not self._arguments.quiet and not self._arguments.json:
+            print(line, flush=True)
+
+
+def _check_shared(folder: Path, context: ParallelContext) -> None:
+    """Refuse a run over several nodes whose folder is not one and the same on all of them.
+
+    Raises:
+        UserError: On all ranks.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) >= context.world_size:
+        return
+    name = context.broadcast(f".shared-{uuid.uuid4().hex}")
+    if context.is_main:
+        (folder / name).touch()
+    context.barrier()
+    is_shared = context.all_agree((folder / name).exists())
+    if context.is_main:
+        (folder / name).unlink()
+    if not is_shared:
+        raise UserError(
+            f"the run folder {folder.absolute()} is not shared by all nodes",
+            hint="name a folder on a file system that every node mounts, with --folder",
+        )
+
+
+def _summary(outcome: Outcome) -> str:
+    """The outcome in one line."""
+    parts = [f"{outcome.num_steps} steps"]
+    if outcome.tokens_per_second is not None:
+        parts.append(f"{format_count(outcome.tokens_per_second)} tokens/s")
+    if outcome.peak_memory_bytes is not None:
+        parts.append(f"peak memory {format_bytes(outcome.peak_memory_bytes)}")
+    return f"{outcome.kind}: {', '.join([*([outcome.detail] if outcome.detail else []), *parts])}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; the exit code."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    with SignalWatch() as signals:
+        return Program(arguments, signals).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
