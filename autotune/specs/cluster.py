@@ -78,8 +78,10 @@ class ClusterSpec(Schema):
     def describe(self) -> str:
         """One line for people."""
         nodes = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""
-        threads = f", {self.threads_per_device} threads each" if self.device == "cpu" else ""
-        return f"{nodes}{self.devices_per_node} {self.device_kind} ({format_bytes(self.memory_bytes)} each{threads})"
+        shares = [format_bytes(self.memory_bytes)]
+        if self.device == "cpu":
+            shares.append(f"{self.threads_per_device} thread{'s' if self.threads_per_device > 1 else ''}")
+        return f"{nodes}{self.devices_per_node} {self.device_kind} ({', '.join(shares)} each)"
 
 
 @functools.cache

@@ -104,7 +104,7 @@ def prepare_corpus(data: DataSpec, cache: Path | None = None) -> Corpus:
         corpus = _open(root / key)
         if corpus is not None:
             return corpus
-    folder = _first_writable(roots) / key
+    folder = writable_cache(cache) / key
     try:
         with _only_builder(folder):
             corpus = _open(folder)  # another process may have built it while this one waited
@@ -307,9 +307,14 @@ def _cache_folders(given: Path | None) -> list[Path]:
     ]
 
 
-def _first_writable(folders: list[Path]) -> Path:
+def writable_cache(given: Path | None = None) -> Path:
+    """The folder that corpora are written to: the first of the cache folders where that's possible.
+
+    Raises:
+        UserError: None of them can be written to.
+    """
     reasons = []
-    for folder in folders:
+    for folder in _cache_folders(given):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
