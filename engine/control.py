@@ -7,7 +7,6 @@ killed in between finds it again. Any training loop can take part with ``Control
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from pathlib import Path
@@ -103,7 +102,9 @@ class ControlInbox:
             path = self._folder / name
             try:
                 request = _ADAPTER.validate_json(path.read_text(encoding="utf-8"))
-            except (ValidationError, json.JSONDecodeError, UnicodeDecodeError):
+            except OSError:  # withdrawn just now, not a file, or not ours to read: the run goes on without it
+                continue
+            except (ValidationError, UnicodeDecodeError):
                 path.rename(path.with_suffix(".bad"))
                 continue
             self._paths[request.change_id] = path

@@ -38,6 +38,7 @@ class Meter:
         self._context = context
         self._process = psutil.Process()
         self._num_steps = 0
+        self._newest: tuple[float, int] | None = None
         self._timed_tokens = 0
         self._timed_seconds = 0.0
         self._timed_steps: deque[float] = deque(maxlen=_MAX_STEPS_KEPT)
@@ -68,11 +69,13 @@ class Meter:
             return result, False
         return step(), number >= self._options.measure_warmup_steps
 
-    def add(self, seconds: float, num_tokens: int) -> None:
-        """Count a timed step of the whole job: its wall time and its tokens."""
-        self._timed_steps.append(seconds)
-        self._timed_seconds += seconds
-        self._timed_tokens += num_tokens
+    def add(self, seconds: float, num_tokens: int, *, timed: bool) -> None:
+        """Take in a step of the whole job: its wall time and its tokens."""
+        self._newest = seconds, num_tokens
+        if timed:
+            self._timed_steps.append(seconds)
+            self._timed_seconds += seconds
+            self._timed_tokens += num_tokens
 
     @property
     def num_steps(self) -> int:
@@ -94,10 +97,14 @@ class Meter:
         """
         own = self._own_resources()
         ranks = self._context.gather(own) if all_ranks else [own]
+        seconds, num_tokens, steps = self._timed_seconds, self._timed_tokens, list(self._timed_steps)
+        if not steps and self._newest:  # a run of a few steps has a speed too, if a poor one
+            seconds, num_tokens = self._newest
+            steps = [seconds]
         peaks = [rank["peak_memory_bytes"] for rank in ranks if rank["peak_memory_bytes"] is not None]
         return {
-            "tokens_per_second": self._timed_tokens / self._timed_seconds if self._timed_seconds else None,
-            "step_seconds": median(self._timed_steps) if self._timed_steps else None,
+            "tokens_per_second": num_tokens / seconds if steps else None,
+            "step_seconds": median(steps) if steps else None,
             "peak_memory_bytes": max(peaks, default=None),
             "max_resident_bytes": max(rank["max_resident_bytes"] for rank in ranks),
             "cpu_seconds": sum(rank["cpu_seconds"] for rank in ranks),

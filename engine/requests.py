@@ -1,5 +1,5 @@
-"""The trainer's side of the control protocol: requests are taken at step boundaries, applied by all ranks or by none, and
-acknowledged in the telemetry."""
+"""The trainer's side of the control protocol: requests are taken at step boundaries, applied by all ranks or by none,
+and acknowledged in the telemetry."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NUM_HANDLED_KEPT = 64
 class RequestDesk:
     """Takes requests for a trainer.
 
-    What was accepted is in force after a kill too: the newest checkpoint's manifest is brought up to date (one is written
-    when there is none yet) before the acknowledgement, and the request's file goes last.
+    What was accepted is in force after a kill too: the newest checkpoint's manifest is brought up to date (one is
+    written when there is none yet) before the acknowledgement, and the request's file goes last.
 
     Args:
         trainer: Whose settings are changed.

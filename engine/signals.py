@@ -11,7 +11,7 @@ from typing import Any
 from engine.failures import Interrupted
 
 _SAME_REQUEST_SECONDS = 2.0
-"""Signals this close together are one: Ctrl-C reaches a rank from the terminal and again from torchrun, which forwards it."""
+"""Signals this close together are one: Ctrl-C reaches a rank from the terminal and again from torchrun."""
 
 
 class SignalWatch:

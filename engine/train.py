@@ -1,8 +1,8 @@
-"""Train, evaluate or export one run: ``python -P -m engine.train RUN.yaml``, alone or under torchrun on any number of nodes.
+"""Train, evaluate or export one run: python -P -m engine.train RUN.yaml, alone or under torchrun on several nodes.
 
-The folder of the run gets ``telemetry.jsonl``, ``checkpoints/`` and ``outcome.json``. Started again, the run goes on from its
-newest checkpoint. Exit codes: 0 done, 2 the user must change something, 75 stopped on request (start it again), 130 and 143
-ended by SIGINT and SIGTERM (after a checkpoint), 1 any other failure.
+The folder of the run gets telemetry.jsonl, checkpoints/ and outcome.json. Started again, the run goes on from its
+newest checkpoint. Exit codes: 0 done, 2 the user must change something, 75 stopped on request (start it again), 130 and
+143 ended by SIGINT and SIGTERM (after a checkpoint), 1 any other failure.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ class Program:
             self._report(_summary(outcome))
 
     def _may_write(self, outcome: Outcome) -> bool:
-        """Whether the outcome is of this run: not when nothing was trained, and a start that was refused leaves the result
-        of a finished run alone."""
+        """Whether the outcome goes into the folder: a start that was refused leaves the result of a finished run."""
         if not self._arguments.writes or not self._arguments.folder.is_dir():
             return False
         previous = read_outcome(self._arguments.folder)
@@ -190,14 +189,15 @@ class Program:
     def _take_lock(self) -> None:
         path = self._arguments.folder / LOCK_FILE
         try:
-            self._lock = open(path, "w")
+            self._lock = open(path, "w")  # noqa: SIM115  (held, and so locked, until the process ends)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"another process trains in {path.parent}", hint="wait for it, stop it, or choose another --folder"
             ) from None
         except OSError as error:
-            raise UserError(f"cannot write to {path.parent}: {error.strerror}", hint="choose another --folder") from None
+            hint = "choose another --folder"
+            raise UserError(f"cannot write to {path.parent}: {error.strerror}", hint=hint) from None
 
     def _report(self, line: str) -> None:
         if self._rank == 0 and not self._arguments.quiet and not self._arguments.json:

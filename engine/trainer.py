@@ -1,9 +1,10 @@
-"""The training loop: batches, steps, records, evaluations, checkpoints, requests. Everything that must be equal on all ranks
-is decided from what all ranks know."""
+"""The training loop: batches, steps, records, evaluations, checkpoints, requests. What must be equal on all ranks is
+decided from what all ranks know."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -29,7 +30,6 @@ from engine.data.corpus import prepare_corpus
 from engine.data.loader import Loader
 from engine.data.sampler import Sampler
 from engine.data.sequences import Batch
-from engine.errors import UserError
 from engine.evaluate import Evaluation, Evaluator
 from engine.failures import RunFailure
 from engine.flops import parameter_counts
@@ -151,8 +151,8 @@ class Trainer:
     def learning_rate(self, step: int) -> float:
         """Learning rate of step ``step`` (from 1).
 
-        In a branch the schedule is scaled by the branch's factor and blended linearly, over the last ``anneal_steps``, into
-        the schedule's minimum scaled alike: were the minimum not scaled, annealing a small rate would raise it.
+        In a branch the schedule is scaled by the branch's factor and blended linearly, over the last ``anneal_steps``,
+        into the schedule's minimum scaled alike: were the minimum not scaled, annealing a small rate would raise it.
         """
         h, branch = self.config.hyperparameters, self.config.branch
         rate = learning_rate_at(h, step * self.config.tokens_per_step, self.config.workload.total_tokens)
@@ -236,8 +236,7 @@ class Trainer:
         self.state.num_skipped_steps += result.skipped
         attention = self._wants_attention()
         seconds = time.perf_counter() - start
-        if timed:
-            self._meter.add(seconds, self.config.tokens_per_step)
+        self._meter.add(seconds, self.config.tokens_per_step, timed=timed)
         self._record_step(result, rate, seconds, data_seconds, timed)
         if result.loss is not None:
             self._losses.append(result.loss)
@@ -262,8 +261,8 @@ class Trainer:
 
     def _finish(self) -> tuple[Outcome, int]:
         if self._exit_code is not None:
-            outcome = self.outcome("interrupted", f"ended at step {self.state.step}; the same command goes on from there")
-            return outcome, self._exit_code
+            detail = f"ended at step {self.state.step}; the same command goes on from there"
+            return self.outcome("interrupted", detail), self._exit_code
         evaluation = self.evaluate()
         if not math.isfinite(evaluation.loss):
             raise RunFailure("nan", "the held-out loss is not finite")
@@ -402,8 +401,6 @@ class Trainer:
         self.record(EventRecord(kind=kind, time=time.time(), step=self.state.step, tokens=self.tokens, data=data))
 
     def _record_start(self) -> None:
-        import os
-
         resumed = self._resumed_from
         data = {
             "world_size": self.context.world_size,
@@ -422,9 +419,7 @@ class Trainer:
                 + (f" resumed at {place} from {resumed.path}" if resumed else f" {place}")
             )
 
-    def _record_step(
-        self, result: StepResult, rate: float, seconds: float, data_seconds: float, timed: bool
-    ) -> None:
+    def _record_step(self, result: StepResult, rate: float, seconds: float, data_seconds: float, timed: bool) -> None:
         if not self._telemetry or not self._sinks:
             return
         record = StepRecord(
@@ -448,7 +443,8 @@ class Trainer:
         )
         self._telemetry.write(record)
         speed = self.config.tokens_per_step / seconds
-        metrics = {"loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm, "tokens_per_second": speed}
+        metrics = {"loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm}
+        metrics |= {"tokens_per_second": speed}
         self._sinks.log(self.state.step, {name: value for name, value in metrics.items() if value is not None})
         every = max(1, min(_MAX_STEPS_PER_LINE, (self._end_step - self._branch_start) // _LINES_PER_RUN))
         if self.state.step % every == 0 or self.state.step == self._end_step:

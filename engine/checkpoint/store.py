@@ -1,6 +1,9 @@
-"""Checkpoints of a run on disk. A checkpoint is a folder that counts only when its manifest, written last, is there and
-every file it lists has the size it says: a half-written one is as good as none. Tensors go through PyTorch's distributed
-checkpoint, so that they can be loaded under another plan or number of ranks."""
+"""Checkpoints of a run on disk.
+
+A checkpoint is a folder that counts only when its manifest, written last, is there and every file it lists has the size
+it says: a half-written one is as good as none. Tensors go through PyTorch's distributed checkpoint (DCP), so that they
+can be loaded under another plan or number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch.distributed.checkpoint as dcp
 from pydantic import Field, ValidationError
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.atomic import make_folder, sync_folder, write_json
 from engine.config import RunConfig
@@ -127,7 +132,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def load_tensors(checkpoint: Checkpoint, state: dict[str, Any], context: ParallelContext) -> None:
     """Fill the tensors of ``state`` in place with this rank's part of the checkpoint's. Called on all ranks."""
     with _quiet_alone():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=context.world_size == 1)
+        load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=context.world_size == 1)
 
 
 @contextmanager
@@ -193,8 +198,8 @@ class CheckpointStore:
         if not present:
             self._on_main(lambda: _make_empty(path))
             with _quiet_alone():
-                writer = dcp.FileSystemWriter(path)
-                dcp.save(tensors(), storage_writer=writer, no_dist=self._context.world_size == 1)
+                writer = FileSystemWriter(path)
+                save(tensors(), storage_writer=writer, no_dist=self._context.world_size == 1)
             self._on_main(lambda: _write_manifest(path, manifest.changed(file_bytes=_file_bytes(path))))
         self._on_main(self._prune)
         return path
@@ -205,7 +210,13 @@ class CheckpointStore:
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: their line of history was given up. Called on all ranks."""
-        self._on_main(lambda: [_remove(one.path) for one in self.list() if one.manifest.step > step])
+
+        def discard() -> None:
+            for one in self.list():
+                if one.manifest.step > step:
+                    _remove(one.path)
+
+        self._on_main(discard)
 
     def _on_main(self, action: Callable[[], Any]) -> bool:
         """Do something on rank 0 while the others wait; whether it returned something true, on all ranks."""
