@@ -75,7 +75,7 @@ def enumerate_plans(
             hint="fix or narrow some plan values",
         )
     columns: dict[str, Any] = dict(values)
-    index = np.indices([len(options) for options in choices]).reshape(len(choices), -1)
+    index = np.indices([len(options) for options in choices]).reshape(len(choices), num_combinations)
     for row, dimension in enumerate(dimensions):
         columns[dimension.name] = choice_column(choices[row])[index[row]]
     columns = with_derived(columns)

@@ -207,6 +207,7 @@ class _Builder:
         self._document = document
         self._file = file
         self._folder = folder
+        self._notes: list[str] = []
 
     def build(self, default_name: str) -> tuple[Space, Enumeration]:
         file = self._file
@@ -216,7 +217,9 @@ class _Builder:
         raw = self._section("space", file.space, {"plan", "hyperparameters", "constraints"})
         fixed: dict[str, Any] = {}
         dimensions: list[Dimension] = []
-        self._facts = {f"model.{key}": value for key, value in model if isinstance(value, int | float | str)}
+        self._facts: dict[str, Any] = {
+            f"model.{key}": value for key, value in model if isinstance(value, int | float | str)
+        }
         self._facts |= {"devices": cluster.num_devices, "workload.sequence_length": workload.sequence_length}
         self._facts |= {"workload.total_tokens": workload.total_tokens}
         self._known = frozenset([*self._facts, *default_values(), "plan.dp", "plan.world_size"])
@@ -272,7 +275,7 @@ class _Builder:
             runtime=self._options("runtime", RuntimeOptions, file.runtime),
             evaluation=self._options("evaluation", EvaluationOptions, file.evaluation),
         )
-        resolved = {
+        resolved: dict[str, Any] = {
             "schema_version": 1,
             "name": space.name,
             "model": model.to_data(),
@@ -284,7 +287,7 @@ class _Builder:
             "runtime": space.runtime.to_data(),
             "evaluation": space.evaluation.to_data(),
         }
-        return replace(space, data=resolved), enumeration
+        return replace(space, data=resolved, notes=tuple(self._notes)), enumeration
 
     def _fail(self, message: str, hint: str, path: KeyPath = ()) -> NoReturn:
         raise UserError(message, hint=hint, where=self._document.where(path))
@@ -436,26 +439,27 @@ class _Builder:
         if not low < high or (form == "log_float" and low <= 0):
             rule = "0 < low < high" if form == "log_float" else "low < high"
             self._fail(f"'{name}.{form}' needs {rule}, got {value}", "correct the two ends", path)
-        if form != "int" and isinstance(self._default(name), int):
+        if form != "int" and isinstance(default_values()[name], int):
             self._fail(f"'{name}' is a whole number", "use {int: [low, high]} or a list", path)
         step = written.get("step", 1)
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             self._fail(f"'{name}.step' must be a whole number of at least 1, got {step!r}", "example: step: 8", path)
         return Dimension(name, form, (), float(low), float(high), step, when)  # type: ignore[arg-type]
 
-    def _default(self, name: str) -> Any:
-        return default_values()[name]
-
     def _value(self, name: str, value: Any, schema: type[Schema], path: KeyPath) -> Any:
         """One value checked against its field."""
         info = schema.model_fields[name.partition(".")[2]]
         if name == "hyperparameters.global_batch_size" and isinstance(value, str):
             try:
-                return parse_batch(value, self._facts["workload.sequence_length"]).num_sequences
+                length, devices = self._facts["workload.sequence_length"], self._facts["devices"]
+                batch = parse_batch(value, length, multiple_of=devices if value.strip().endswith("-tokens") else 1)
+                self._notes += [batch.note] if batch.note else []
+                return batch.num_sequences
             except UserError as error:
                 self._fail(f"'{name}': {error.message}", error.hint or "", path)
         adapter: TypeAdapter[Any] = TypeAdapter(
-            Annotated[info.annotation, *info.metadata], config=ConfigDict(strict=True)
+            Annotated[info.annotation, info],  # type: ignore[arg-type]  # a type made at run time
+            config=ConfigDict(strict=True),
         )
         try:
             return adapter.validate_python(value)

@@ -120,6 +120,8 @@ class Space:
     evaluation: EvaluationOptions = EvaluationOptions()
     data: dict[str, Any] = field(default_factory=dict)
     """The resolved file as plain data, without the budget: two studies with equal data search the same space."""
+    notes: tuple[str, ...] = ()
+    """What was rounded, for people."""
 
     def is_active(self, dimension: Dimension, chosen: Mapping[str, Any]) -> bool:
         """Whether ``dimension`` is searched, given the values chosen before it."""
@@ -193,7 +195,7 @@ def with_derived(values: dict[str, Any]) -> dict[str, Any]:
 
 def mesh_word(fields: Mapping[str, int]) -> str:
     """``Plan.mesh`` of parallel degrees."""
-    return Plan(**{key: fields[key] for key in MESH_FIELDS}).mesh
+    return parse(Plan, {key: fields[key] for key in MESH_FIELDS}).mesh
 
 
 def as_columns(values: Mapping[str, Any], num_rows: int) -> PlanTable:

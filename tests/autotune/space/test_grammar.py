@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 BASE = """\
 use: [tiny_llama]
-cluster: cpu:4
+cluster: h100x4:1
 objectives: [speed, quality]
 space:
   plan:
@@ -144,10 +144,10 @@ def test_relative_files_are_found_beside_the_space(tmp_path) -> None:
         ("objectives: [speed, quality]", "objectives: [speed, accuracy]", "'speed', 'memory' or 'quality'", 3),
         ("objectives: [speed, quality]", "objectives: []", "must be a list", 3),
         ("objectives: [speed, quality]", "objectives: [speed, speed]", "stands twice", 3),
-        ("cluster: cpu:4", "cluster: h1000x8", "", 2),
-        ("cluster: cpu:4", "budjet: {trials: 3}", "unknown key 'budjet'", 2),
-        ("cluster: cpu:4", "budget: {trials: 0}", "trials", 2),
-        ("cluster: cpu:4", "limits: {time: soon}", "limits.time", 2),
+        ("cluster: h100x4:1", "cluster: h1000x8", "h1000", 2),
+        ("cluster: h100x4:1", "budjet: {trials: 3}", "unknown key 'budjet'", 2),
+        ("cluster: h100x4:1", "budget: {trials: 0}", "trials", 2),
+        ("cluster: h100x4:1", "limits: {time: soon}", "limits.time", 2),
         ("use: [tiny_llama]", "use: [tiny_lama]", "tiny_lama", 1),
         ("use: [tiny_llama]", "use: tiny_llama", "must be a list", 1),
         ("use: [tiny_llama]", "use: [space.yaml]", "circle", 1),
