@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.config import RunConfig
 from engine.context import ParallelContext
@@ -20,8 +21,12 @@ from engine.models.loss import IGNORED, summed_loss
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
+from engine.parallel.data import apply_data_parallel
+from engine.parallel.pipeline import PipelineRunner, gather_to_main
 from engine.parallel.runner import AccumulationRunner, Runner
 from engine.parallel.shards import fill, gather
+from engine.parallel.tensor import apply_tensor_parallel, settle_gradients, vocab_parallel_loss
+from engine.plan import Plan
 from engine.precision.policy import precision_policy
 from engine.rng import Generators
 from engine.spec import ModelSpec
@@ -73,6 +78,7 @@ class Stepper:
         self.generators = Generators(config.runtime.seed, context.device)
         self._config = config
         self._runner = runner
+        self._speaks_for_batch = context.is_last_stage and context.tp_rank == 0
         self._parameters = dict(part.named_parameters())
         self.optimizer = build_optimizer(self._parameters, config.hyperparameters)
 
@@ -89,7 +95,7 @@ class Stepper:
             UserError: The enlarged vocabulary cannot be split over the plan's tp.
         """
         plan, hyper = config.plan, config.hyperparameters
-        spec = enlarge_vocabulary(config.model, vocab_size)
+        spec = enlarge_vocabulary(config.model, plan, vocab_size)
         policy = precision_policy(plan.precision)
         with torch.device("meta"):
             part = Decoder(
@@ -101,8 +107,27 @@ class Stepper:
                 compute_dtype=policy.compute,
             ).to(policy.parameters)
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
+        loss = summed_loss
+        if context.has_axis("tp"):
+            apply_tensor_parallel(part, spec, plan, context.axis("tp"))
+            if plan.vocab_parallel:
+                loss = vocab_parallel_loss(context.axis("tp"))
+        if context.has_axis("dp"):
+            apply_data_parallel(part, plan, policy, context.axis("dp"))
         part.to_empty(device=context.device)
-        runner = AccumulationRunner(part, summed_loss, plan.micro_batch_size)
+        runner: Runner
+        if context.has_axis("pp"):
+            runner = PipelineRunner(
+                part,
+                loss,
+                spec,
+                context,
+                policy,
+                num_micro_batches=plan.num_micro_batches(hyper.global_batch_size),
+                sequence_length=config.workload.sequence_length,
+            )
+        else:
+            runner = AccumulationRunner(part, loss, plan)
         stepper = cls(config, context, spec, part, runner)
         stepper._initialise()
         return stepper
@@ -140,11 +165,14 @@ class Stepper:
         num_valid = int(valid.item())
         self.parts[0].train()
         stream_ranks = (context.dp_rank, context.pp_rank, context.tp_rank if self._config.plan.sequence_parallel else 0)
-        with self.generators.stream("dropout", *stream_ranks):
+        with self.generators.stream("dropout", *stream_ranks), loss_parallel():
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
+        settle_gradients(self.parts[0])
+        if not self._speaks_for_batch:
+            loss_share.zero_()
         context.synchronize()
         computed = time.perf_counter()
-        sums = torch.cat([loss_share.double().view(1), squared_norms(self._parameters, context)])
+        sums = torch.cat([loss_share.view(1), squared_norms(self._parameters, context)])
         loss, *squares = context.sum_over_world(sums).tolist()
         grad_norm = math.sqrt(sum(squares))
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -178,7 +206,10 @@ class Stepper:
         """
         tokens, labels = tokens.to(self.context.device), labels.to(self.context.device)
         self.parts[0].eval()
-        loss_sum = self._runner.evaluate(tokens, labels).double()
+        with loss_parallel():
+            loss_sum = self._runner.evaluate(tokens, labels)
+        if not self._speaks_for_batch:
+            loss_sum.zero_()
         sums = self.context.sum_over_world(loss_sum.view(1))
         num_valid = self.context.sum_over_batch((labels != IGNORED).sum())
         return float(sums.item()), int(num_valid.item())
@@ -237,13 +268,24 @@ class Stepper:
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
         """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks."""
-        return {fqn: gather(parameter).detach().cpu() for fqn, parameter in self._parameters.items()}
+        return gather_to_main({fqn: gather(parameter) for fqn, parameter in self._parameters.items()}, self.context)
 
     def _initialise(self) -> None:
         for fqn, parameter in self._parameters.items():
             fill(parameter, initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape))
 
 
-def enlarge_vocabulary(spec: ModelSpec, vocab_size: int) -> ModelSpec:
-    """The spec with a vocabulary of at least ``vocab_size``."""
-    return spec if spec.vocab_size >= vocab_size else spec.changed(vocab_size=vocab_size)
+def enlarge_vocabulary(spec: ModelSpec, plan: Plan, vocab_size: int) -> ModelSpec:
+    """The spec with a vocabulary of at least ``vocab_size``.
+
+    Raises:
+        UserError: The plan splits the vocabulary and its tp does not divide it.
+    """
+    size = max(spec.vocab_size, vocab_size)
+    if plan.vocab_parallel and size % plan.tp:
+        wanted = -(-size // plan.tp) * plan.tp
+        raise UserError(
+            f"a vocabulary of {size} (model {spec.vocab_size}, tokenizer {vocab_size}) cannot be split over tp {plan.tp}",
+            hint=f"set model.vocab_size to {wanted}, or plan.vocab_parallel to false",
+        )
+    return spec if size == spec.vocab_size else spec.changed(vocab_size=size)

@@ -13,7 +13,7 @@ from engine.spec import Hyperparameters
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], hyperparameters: Hyperparameters) -> torch.optim.Optimizer:
-    """AdamW or SGD with fused kernels and with all its states, zero, from the start.
+    """AdamW (fused kernel) or SGD (which torch fuses for plain tensors only), with all states, zero, from the start.
 
     Zero states act as missing ones do in torch, and checkpoints before and after the first step have one form.
 
@@ -32,7 +32,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], hyperparameters: Hyp
     ]
     optimizer: torch.optim.Optimizer
     if h.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=h.learning_rate, momentum=h.beta1, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=h.learning_rate, momentum=h.beta1, foreach=True)
     else:
         optimizer = torch.optim.AdamW(groups, lr=h.learning_rate, betas=(h.beta1, h.beta2), eps=h.eps, fused=True)
     for parameter in parameters.values():

@@ -23,7 +23,7 @@ def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
     split: set[str] = set()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        split = {name for name, placement in zip(names, parameter.placements, strict=True) if placement.is_shard()}
+        split = {name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()}
     return all(axis in split or context.coordinate(axis) == 0 for axis in ("dp", "tp"))
 
 

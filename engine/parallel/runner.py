@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from engine.models.decoder import Decoder
+from engine.parallel.data import begin_micro_batch
+from engine.plan import Plan
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Logits [B, L, V] (or this rank's slice of V) and labels [B, L] to the summed loss."""
@@ -39,8 +40,9 @@ class Runner(Protocol):
 class AccumulationRunner:
     """Micro-batches one after another, gradients accumulated."""
 
-    def __init__(self, part: Decoder, loss: LossFunction, micro_batch_size: int) -> None:
-        self.micro_batch_size = micro_batch_size
+    def __init__(self, part: Decoder, loss: LossFunction, plan: Plan) -> None:
+        self.micro_batch_size = plan.micro_batch_size
+        self._plan = plan
         self._part = part
         self._loss = loss
 
@@ -51,10 +53,9 @@ class AccumulationRunner:
     def train(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
         """See ``Runner``."""
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        micro_batches = list(zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size), strict=True))
+        micro_batches = self._split(tokens, labels)
         for index, (inputs, targets) in enumerate(micro_batches):
-            if isinstance(self._part, FSDPModule):
-                self._part.set_is_last_backward(index == len(micro_batches) - 1)
+            begin_micro_batch(self._part, self._plan, last=index == len(micro_batches) - 1)
             loss = self._loss(self._part(inputs), targets) * scale
             loss.backward()
             total += loss.detach()
@@ -63,6 +64,10 @@ class AccumulationRunner:
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """See ``Runner``."""
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        for inputs, targets in zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size), strict=True):
+        for inputs, targets in self._split(tokens, labels):
             total += self._loss(self._part(inputs), targets)
         return total
+
+    def _split(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        size = self.micro_batch_size
+        return list(zip(tokens.split(size), labels.split(size), strict=True))

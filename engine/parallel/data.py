@@ -1,0 +1,54 @@
+"""Data parallelism with sharded parameters: fully_shard on the groups of a decoder.
+
+Gradients are summed over the data-parallel ranks, not averaged: the loss is divided by the valid tokens of the whole global
+batch already. ZeRO stage 3 frees the gathered parameters of a group after its forward pass and reduces gradients at every
+micro-batch; stage 2 keeps the gathered parameters for the whole step and reduces gradients once, at its end. In a pipeline
+the schedule reduces once in both.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from engine.models.decoder import Decoder
+from engine.models.layers import Linear
+from engine.plan import Plan
+from engine.precision.policy import PrecisionPolicy
+
+
+def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, mesh: DeviceMesh) -> None:
+    """Shard a model or stage, still on the meta device, over the ``dp`` mesh.
+
+    Groups: the embedding, each block, the last norm with the head. What is left (the embedding of positions; the embedding of
+    a model whose head uses it too, with the norm) is the root's group.
+    """
+    reduced = (
+        {}
+        if policy.compute == policy.parameters
+        else {"param_dtype": policy.compute, "reduce_dtype": policy.parameters}
+    )
+    mixed = MixedPrecisionPolicy(**reduced, cast_forward_inputs=False)
+    free = plan.zero_stage == 3
+    groups: list[nn.Module | list[nn.Module]] = list(part.layers.values())
+    if isinstance(part.head, Linear) and part.norm is not None:
+        groups.append([part.norm, part.head])
+    if part.embedding is not None and not (part.head is not None and not isinstance(part.head, Linear)):
+        groups.append(part.embedding)
+    for group in groups:
+        last = isinstance(group, list)  # used again at once in the backward pass
+        fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=free and not last)
+    fully_shard(part, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def begin_micro_batch(part: nn.Module, plan: Plan, *, last: bool) -> None:
+    """Say whether the coming backward pass is the last of the step."""
+    if isinstance(part, FSDPModule):
+        part.set_is_last_backward(last)
+        if plan.zero_stage == 2:
+            part.set_requires_gradient_sync(last)
+            part.set_reshard_after_backward(last)
