@@ -1,0 +1,167 @@
+"""Runs a study's trials on this machine, several at once on devices of their own, until the budget is used up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import psutil
+
+from autotune.space.space import TrialLimits
+from autotune.study.devices import DevicePool, Devices
+from autotune.study.runner import Stop, run_trial
+from autotune.study.study import Assignment, Nothing, Study
+from engine.config import RunConfig
+from engine.outcome import Outcome
+
+WAIT_SECONDS = 0.5
+MEMORY_SHARE = 0.9
+"""Part of the machine's memory that all trials together may use."""
+NUM_INFRA_RETRIES = 1
+"""A trial hit by a fault of the machine is run again so often."""
+
+
+class Listener(Protocol):
+    """Is told what happens, from several threads."""
+
+    def started(self, assignment: Assignment) -> None:
+        """A trial begins (again)."""
+
+    def finished(self, assignment: Assignment, outcome: Outcome) -> None:
+        """A trial has its outcome."""
+
+    def released(self, assignment: Assignment) -> None:
+        """A trial was stopped and waits for the next driver."""
+
+    def retried(self, assignment: Assignment, outcome: Outcome) -> None:
+        """A trial was hit by a fault of the machine and is run again."""
+
+
+@dataclass
+class Driver:
+    """Works on a study with several workers; ``stop_soon`` and ``stop_now`` may be called from signal handlers."""
+
+    study: Study
+    pool: DevicePool
+    listener: Listener
+    num_workers: int = 1
+    time_limit_seconds: float | None = None
+    """No trial is started after this; those that run end as they would."""
+    command: Callable[[Assignment], Sequence[str]] | None = None
+    """Stands in for the engine."""
+    _stop: Stop = Stop.NO
+    _error: BaseException | None = None
+    _deadline: float = field(default=float("inf"))
+
+    def run(self) -> Nothing | None:
+        """Run trials until there is nothing left to do.
+
+        Returns:
+            Why there is nothing left, or None when it was stopped or the time was up.
+
+        Raises:
+            UserError: Something that ends the whole sweep, such as a full disk or changed data.
+        """
+        if self.time_limit_seconds is not None:
+            self._deadline = time.monotonic() + self.time_limit_seconds
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="trial") as executor:
+            workers = [executor.submit(self._work) for _ in range(self.num_workers)]
+            try:
+                while not all(worker.done() for worker in workers):
+                    if self.study.stop_requested():
+                        self.stop_soon()
+                    time.sleep(WAIT_SECONDS / 5)
+            finally:
+                if not all(worker.done() for worker in workers):  # an error here must not leave children behind
+                    self.stop_now()
+        if self._error is not None:
+            raise self._error
+        reasons = [worker.result() for worker in workers]
+        return None if None in reasons else reasons[0]
+
+    def stop_soon(self) -> None:
+        """End the running trials at a checkpoint and start no more."""
+        self._stop = max(self._stop, Stop.SOON)
+
+    def stop_now(self) -> None:
+        """End the running trials at once."""
+        self._stop = Stop.NOW
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no more trials are started."""
+        return self._stop > Stop.NO
+
+    def _work(self) -> Nothing | None:
+        try:
+            while not self.is_stopping and time.monotonic() < self._deadline:
+                asked = self.study.ask()
+                if asked is Nothing.WAIT:
+                    threading.Event().wait(WAIT_SECONDS)
+                elif isinstance(asked, Nothing):
+                    return asked
+                else:
+                    self._run(asked)
+            return None
+        except BaseException as error:
+            self._error = self._error or error
+            self.stop_soon()
+            return None
+
+    def _run(self, assignment: Assignment) -> None:
+        with self._devices(assignment.config.plan.world_size) as devices:
+            for retries_left in range(NUM_INFRA_RETRIES, -1, -1):
+                if devices is None or self.is_stopping:
+                    self._release(assignment)
+                    return
+                self.listener.started(assignment)
+                outcome = self._outcome(assignment, devices)
+                if self._stop_of(assignment) and outcome.kind in ("interrupted", "infra"):
+                    self._release(assignment)
+                    return
+                if outcome.kind != "infra" or not retries_left:
+                    break
+                self.listener.retried(assignment, outcome)
+                assignment = self.study.retry(assignment)
+        if self.study.tell(assignment, outcome):
+            self.listener.finished(assignment, outcome)
+
+    def _outcome(self, assignment: Assignment, devices: Devices) -> Outcome:
+        config, limits = assignment.config, self.study.space.limits
+        return run_trial(
+            config,
+            assignment.folder,
+            limits=with_memory_share(limits, config, self.pool.num_devices),
+            devices=devices,
+            stop=lambda: self._stop_of(assignment),
+            command=self.command(assignment) if self.command else None,
+        )
+
+    def _stop_of(self, assignment: Assignment) -> Stop:
+        return Stop.NOW if self.study.is_lost(assignment.number) else self._stop
+
+    def _release(self, assignment: Assignment) -> None:
+        self.study.release(assignment)
+        self.listener.released(assignment)
+
+    @contextmanager
+    def _devices(self, count: int) -> Iterator[Devices | None]:
+        devices = self.pool.acquire(count, lambda: self.is_stopping)
+        try:
+            yield devices
+        finally:
+            if devices is not None:
+                self.pool.release(devices)
+
+
+def with_memory_share(limits: TrialLimits, config: RunConfig, num_devices: int) -> TrialLimits:
+    """The limits with a memory limit: the one that was set, else the trial's share of the machine's, by devices."""
+    if limits.memory_bytes is not None:
+        return limits
+    share = min(1.0, config.plan.world_size / num_devices)
+    return limits.changed(memory_bytes=int(psutil.virtual_memory().total * MEMORY_SHARE * share))

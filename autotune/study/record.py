@@ -1,0 +1,162 @@
+"""What the tuner keeps of a trial in the storage's attributes, as text; and a study read back as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.space.objectives import Objective
+from autotune.study.lease import LEASE_PREFIX, Lease, current_lease
+from autotune.study.snapshot import TrialRow
+from engine.config import RunConfig
+from engine.outcome import Outcome
+
+RECORD_KEY = "record"
+OUTCOME_KEY = "outcome"
+
+Role = Literal["trial", "repeat", "refused", "cached", "surplus", "abandoned", "claim"]
+"""What a number of the storage was used for. ``trial`` and ``repeat`` run. The others never do: ``refused`` broke a
+rule, ``cached`` equals an earlier candidate, ``surplus`` came when another driver had used up the budget, ``abandoned``
+was left by a driver that died while choosing, ``claim`` takes over an interrupted trial (see ``lease``)."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a number of the storage is. A running number without a record is still being chosen."""
+
+    role: Role
+    key: str = ""
+    """Hash of the candidate."""
+    plan: str = ""
+    """``Plan.describe()``."""
+    rule: str = ""
+    """The rule that refused it."""
+    of: int | None = None
+    """The trial that is repeated, taken over, or equal."""
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """The inverse of ``encode``."""
+        return cls(**json.loads(text))
+
+
+def record_of(trial: FrozenTrial) -> Record | None:
+    """The record of a number, None while it is being chosen."""
+    text = trial.user_attrs.get(RECORD_KEY)
+    return None if text is None else Record.decode(text)
+
+
+def outcome_of(trial: FrozenTrial) -> Outcome | None:
+    """The outcome of a trial, None until it has one."""
+    text = trial.user_attrs.get(OUTCOME_KEY)
+    return None if text is None else Outcome.model_validate_json(text)
+
+
+def lease_of(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> Lease | None:
+    """The lease in force on a trial.
+
+    Args:
+        trial: The trial.
+        trials: All numbers of the study in order, with the claims among them.
+    """
+    claims = []
+    for other in trials[trial.number + 1 :]:
+        record = record_of(other)
+        if record is not None and record.role == "claim" and record.of == trial.number:
+            claims += [Lease.decode(text) for key, text in other.user_attrs.items() if key.startswith(LEASE_PREFIX)]
+    return current_lease(trial.user_attrs, claims)
+
+
+def candidate_key(run: RunConfig) -> str:
+    """Hash of what a candidate is, whatever its seed and name."""
+    data = {name: getattr(run, name).to_data() for name in ("plan", "hyperparameters")}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def measured_values(outcome: Outcome, objectives: Sequence[Objective]) -> dict[str, float] | None:
+    """Objective name -> value; None unless the run was ok and every objective was measured."""
+    if outcome.kind != "ok":
+        return None
+    values: dict[str, float] = {}
+    for objective in objectives:
+        value = objective.value_of(outcome)
+        if value is None or not math.isfinite(value):
+            return None
+        values[objective.name] = value
+    return values
+
+
+def is_feasible(values: Mapping[str, float] | None, objectives: Sequence[Objective]) -> bool:
+    """Measured and within all bounds."""
+    return values is not None and all(objective.violation(values[objective.name]) <= 0 for objective in objectives)
+
+
+def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], folder: Path) -> tuple[TrialRow, ...]:
+    """The trials and repeats of a study, by number.
+
+    Args:
+        trials: All numbers of the storage in order.
+        objectives: The study's.
+        folder: The study's folder.
+    """
+    rows = []
+    for trial in trials:
+        record = record_of(trial)
+        if record is None or record.role not in ("trial", "repeat"):
+            continue
+        outcome = outcome_of(trial) if trial.state.is_finished() else None
+        lease = lease_of(trial, trials) if trial.state == TrialState.RUNNING else current_lease(trial.user_attrs)
+        is_waiting = outcome is None and (lease is None or lease.has_lapsed())
+        values = measured_values(outcome, objectives) if outcome is not None else None
+        rows.append(
+            TrialRow(
+                number=trial.number,
+                state="finished" if outcome is not None else "waiting" if is_waiting else "running",
+                parameters=dict(trial.params),
+                outcome=outcome,
+                values=values,
+                feasible=is_feasible(values, objectives),
+                plan=record.plan,
+                attempts=lease.attempt if lease is not None else 1,
+                seconds=outcome.wall_seconds if outcome is not None else None,
+                repeat_of=record.of if record.role == "repeat" else None,
+                folder=trial_folder(folder, trial.number),
+            )
+        )
+    return tuple(rows)
+
+
+def num_refused(trials: Sequence[FrozenTrial]) -> dict[str, int]:
+    """Rule id -> proposals it refused."""
+    counts: dict[str, int] = {}
+    for trial in trials:
+        record = record_of(trial)
+        if record is not None and record.role == "refused":
+            counts[record.rule] = counts.get(record.rule, 0) + 1
+    return counts
+
+
+def trial_folder(study_folder: Path, number: int) -> Path:
+    """``trials/<id>`` of a study."""
+    return study_folder / "trials" / str(number)
+
+
+def attributes(record: Record | None = None, lease: Lease | None = None) -> dict[str, Any]:
+    """User attributes for a number that is about to be created, so that it is never without them."""
+    result: dict[str, Any] = {}
+    if record is not None:
+        result[RECORD_KEY] = record.encode()
+    if lease is not None:
+        result[f"{LEASE_PREFIX}{lease.attempt}"] = lease.encode()
+    return result

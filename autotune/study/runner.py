@@ -1,0 +1,326 @@
+"""One trial as a child process, with its limits, to a typed Outcome.
+
+The child is found, watched and ended as a whole: launchers, ranks and whatever they start, in any session. It dies with
+this process (on Linux by the kernel's parent-death signal; elsewhere the next driver ends it by its recorded mark).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import psutil
+
+import engine
+from autotune.space.space import TrialLimits
+from autotune.study.devices import Devices
+from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
+from engine.atomic import make_folder, write_text
+from engine.config import RunConfig, dump_run, load_run
+from engine.control import PLANNED_STOP_EXIT_CODE
+from engine.errors import USER_ERROR_EXIT_CODE, UserError
+from engine.outcome import (
+    FAILURES_FOLDER,
+    OUTCOME_FILE,
+    Outcome,
+    OutcomeKind,
+    read_failures,
+    read_outcome,
+    write_outcome,
+)
+from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
+from engine.units import format_bytes, format_duration
+
+RUN_FILE = "run.yaml"
+STDOUT_FILE = "stdout.log"
+
+POLL_SECONDS = 0.1
+WATCH_SECONDS = 0.5
+"""Time between looks at memory and telemetry."""
+STOP_GRACE_SECONDS = 20.0
+"""A child that is asked to end gets so long for its checkpoint."""
+
+_LAUNCH = str(Path(__file__).with_name("launch.py"))
+
+
+class Stop(IntEnum):
+    """How urgently a trial is asked to end."""
+
+    NO = 0
+    SOON = 1
+    """At a checkpoint, within the grace time."""
+    NOW = 2
+
+
+Progress = Callable[[Sequence[StepRecord | EventRecord | AckRecord]], None]
+
+
+def engine_command(config: RunConfig, folder: Path) -> list[str]:
+    """The command that trains ``config`` with results in ``folder``. ``-P`` and PYTHONSAFEPATH keep a user's own folder
+    named ``engine`` from standing in for ours."""
+    program = ["-m", "engine.train", str(folder / RUN_FILE), "--folder", str(folder)]
+    world = config.plan.world_size
+    if world == 1:
+        return [sys.executable, "-P", *program]
+    return [
+        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *program,
+    ]  # fmt: skip
+
+
+def run_trial(
+    config: RunConfig,
+    folder: Path,
+    *,
+    limits: TrialLimits,
+    devices: Devices | None = None,
+    stop: Callable[[], Stop] = lambda: Stop.NO,
+    on_progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+) -> Outcome:
+    """Run one trial to its end. The calling thread must not end before: the child dies with it.
+
+    A trial that reaches its time limit while it makes progress ends as ``interrupted`` with the limit in ``detail``: it
+    is too slow, which is the candidate's own fault and teaches the sampler like any other failure. One that is asked to
+    end by ``stop`` is ``interrupted`` too, but the caller knows and runs it again.
+
+    Args:
+        config: What to run; written to ``run.yaml``.
+        folder: The trial's folder. Checkpoints in it are kept, and continued from; an earlier outcome is removed.
+        limits: Time, memory (null: nine tenths of the machine's) and heartbeat.
+        devices: Devices to use alone; None for all.
+        stop: Asked again and again whether to end early.
+        on_progress: Called with new telemetry, as it comes.
+        command: Run this instead of the engine; it gets no further arguments.
+
+    Returns:
+        The outcome, also in ``outcome.json``. Failures of the trial are outcomes, never exceptions.
+
+    Raises:
+        UserError: The folder can't be written.
+    """
+    folder = make_folder(folder).absolute()
+    end_recorded(folder)
+    (folder / OUTCOME_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder / FAILURES_FOLDER, ignore_errors=True)
+    write_text(folder / RUN_FILE, dump_run(config))
+    watch = _Watch(folder, limits, on_progress)
+    mark = new_mark(folder)
+    started = time.time()
+    kills_before = _num_kernel_oom_kills()
+    with open(folder / STDOUT_FILE, "ab") as output:
+        child = _start(config, folder, mark, devices, list(command or engine_command(config, folder)), output.fileno())
+    try:
+        ended = _supervise(child, watch, stop)
+    finally:
+        end_marked(mark)
+        child.wait()
+    outcome = ended or _told_by_child(folder, child.returncode)
+    if outcome.kind == "infra" and _num_kernel_oom_kills() > kills_before:
+        outcome = outcome.changed(kind="oom", detail="the system ran out of memory and killed a process of the trial")
+    outcome = _completed(outcome, watch, time.time() - started)
+    write_outcome(folder, outcome)
+    return outcome
+
+
+def end_recorded(folder: Path) -> int:
+    """End what an earlier start in ``folder`` left running (its driver was killed).
+
+    Returns:
+        Processes that were killed.
+    """
+    mark = recorded_mark(folder)
+    return end_marked(mark) if mark else 0
+
+
+def evidence(folder: Path, config: RunConfig) -> Outcome | None:
+    """The outcome that a trial whose driver died left in ``folder``; None when it has to be run (again): nothing whole
+    is there, it was interrupted or hit by a fault of the machine, or the folder belongs to another configuration."""
+    outcome = read_outcome(folder)
+    if outcome is None or outcome.kind in ("interrupted", "infra"):
+        return None
+    try:
+        return outcome if load_run(folder / RUN_FILE)[0] == config else None
+    except UserError:
+        return None
+
+
+@dataclass
+class _Watch:
+    """What is known of a running trial from its telemetry."""
+
+    folder: Path
+    limits: TrialLimits
+    on_progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self._reader = TelemetryReader(self.folder)
+        self._reader.poll()  # what an earlier attempt wrote is not progress of this one
+        self.started = self.last_sign = time.monotonic()
+        self.has_begun = False
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    def poll(self) -> None:
+        """Read new telemetry."""
+        records = self._reader.poll()
+        if not records:
+            return
+        self.has_begun = True
+        self.last_sign = time.monotonic()
+        self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
+        if self.on_progress is not None:
+            self.on_progress(records)
+
+    def verdict(self) -> Outcome | None:
+        """Hang or time limit, once reached. Until the first record only the time limit counts: the first trial prepares
+        the corpus."""
+        now = time.monotonic()
+        elapsed, silent = now - self.started, now - self.last_sign
+        at = f"at step {self.num_steps}" if self.has_begun else "before its first step"
+        if self.has_begun and silent > self.limits.heartbeat_seconds:
+            return Outcome(kind="hang", detail=f"no sign of life for {format_duration(silent)} {at}")
+        if elapsed > self.limits.seconds:
+            limit = f"time limit of {format_duration(self.limits.seconds)} reached {at}"
+            if not self.has_begun or silent > elapsed / 2:
+                return Outcome(kind="hang", detail=f"{limit}, silent for {format_duration(silent)}")
+            return Outcome(kind="interrupted", detail=f"{limit}: too slow")
+        return None
+
+
+def _start(
+    config: RunConfig, folder: Path, mark: str, devices: Devices | None, command: list[str], output: int
+) -> subprocess.Popen[bytes]:
+    # torchrun passes SIGTERM on to its ranks; a single process needs no such courtesy.
+    death_signal = signal.SIGTERM if config.plan.world_size > 1 else signal.SIGKILL
+    cores = ",".join(map(str, devices.cores)) if devices else ""
+    root = str(Path(engine.__file__).parents[1])
+    environment = os.environ | {
+        MARK: mark,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": str(config.runtime.threads_per_rank),
+    }
+    if devices is not None and config.runtime.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices.ids))
+    launcher = [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), str(int(death_signal)), cores or "-"]
+    return subprocess.Popen(
+        [*launcher, *command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C in the terminal reaches the driver alone, which decides
+    )
+
+
+def _supervise(child: subprocess.Popen[bytes], watch: _Watch, stop: Callable[[], Stop]) -> Outcome | None:
+    """Wait for the child's end.
+
+    Returns:
+        The outcome when it was decided here; None when the child ended by itself.
+    """
+    limit_bytes = watch.limits.memory_bytes or int(psutil.virtual_memory().total * 0.9)
+    next_look = 0.0
+    while child.poll() is None:
+        asked = stop()
+        if asked == Stop.NOW:
+            return Outcome(kind="interrupted", detail="stopped at once")
+        if asked == Stop.SOON:
+            return _end_gently(child, stop)
+        if time.monotonic() >= next_look:
+            used_bytes = tree_memory_bytes(child.pid, above=limit_bytes)
+            if used_bytes > limit_bytes:
+                limit = format_bytes(limit_bytes)
+                return Outcome(kind="oom", detail=f"{format_bytes(used_bytes)} in use, the trial's limit is {limit}")
+            watch.poll()
+            if verdict := watch.verdict():
+                return verdict
+            next_look = time.monotonic() + WATCH_SECONDS
+        try:
+            child.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    watch.poll()
+    return None
+
+
+def _end_gently(child: subprocess.Popen[bytes], stop: Callable[[], Stop]) -> Outcome | None:
+    """Ask the child to end at a checkpoint. None when it had ended well just before."""
+    child.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_GRACE_SECONDS
+    while child.poll() is None and time.monotonic() < deadline and stop() != Stop.NOW:
+        try:
+            child.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    return None if child.returncode == 0 else Outcome(kind="interrupted", detail="stopped")
+
+
+def _told_by_child(folder: Path, status: int) -> Outcome:
+    """The outcome of a child that ended by itself: the most telling of its ranks' failures, its own word, or its exit
+    status. A signal or an interruption that nobody here asked for is a fault of the machine."""
+    kind: OutcomeKind
+    outcome = read_outcome(folder)
+    if outcome is not None and outcome.kind == "ok":
+        return outcome
+    causes = [(failure.kind, failure.detail) for failure in read_failures(folder)]
+    causes += [(outcome.kind, outcome.detail)] if outcome is not None else []
+    for kind, detail in causes:
+        if kind not in ("infra", "interrupted"):
+            return (outcome or Outcome(kind=kind)).changed(kind=kind, detail=detail)
+    last_line = _last_line(folder / STDOUT_FILE)
+    kind = "infra"
+    if status < 0:
+        detail = f"ended by {signal.Signals(-status).name} from outside"
+    elif outcome is not None and outcome.kind == "interrupted":
+        detail = f"ended from outside: {outcome.detail}"
+    elif causes:
+        detail = causes[0][1]
+    elif status == USER_ERROR_EXIT_CODE:
+        kind, detail = "user", last_line
+    elif status == PLANNED_STOP_EXIT_CODE:
+        detail = "stopped at a checkpoint on another's request"
+    else:
+        detail = f"exit status {status} without an outcome: {last_line}"
+    return (outcome or Outcome(kind=kind)).changed(kind=kind, detail=detail)
+
+
+def _last_line(path: Path) -> str:
+    """What the child said last: its error message when there is one."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+        lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["no output"])[-1][:500]
+
+
+def _completed(outcome: Outcome, watch: _Watch, wall_seconds: float) -> Outcome:
+    """Fill in what only the watcher knows."""
+    return outcome.changed(
+        num_steps=outcome.num_steps or watch.num_steps,
+        num_tokens=outcome.num_tokens or watch.num_tokens,
+        wall_seconds=wall_seconds if outcome.wall_seconds is None else outcome.wall_seconds,
+    )
+
+
+def _num_kernel_oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory so far: in this control group, else on this machine."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        try:
+            lines = Path(path).read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,204 @@
+"""Where trials live: Optuna's storages, opened so that nothing a killed process left behind is in the way."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
+
+from engine.atomic import make_folder
+from engine.errors import UserError
+
+JOURNAL_FILE = "journal.log"
+BACKUP_FILE = "journal.log.bak"
+"""The journal as it was when a driver last opened it whole."""
+LOCK_FILE = "journal.flock"
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@contextmanager
+def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the kernel's lock on ``path``. It is free the moment its owner dies: there are no dead owners to break."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some living process holds the lock on ``path``."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+class RepairingJournal(JournalFileBackend):
+    """A journal file that a writer killed in the middle of a line does not spoil: before anything is appended, a torn
+    last line is cut off (its writer was never told that it had been written). Its lock is ``file_lock``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append records, each one line, durably."""
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with file_lock(self._path.with_name(LOCK_FILE)):
+            cut_torn_tail(self._path)
+            with open(self._path, "ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+
+
+class _JournalInMemory(BaseJournalBackend):
+    """A journal as it was at one moment, for readers."""
+
+    def __init__(self, logs: list[dict[str, Any]]) -> None:
+        self._logs = logs
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """Records from a number on."""
+        yield from self._logs[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Never called: readers write nothing."""
+        raise AssertionError("a snapshot is read-only")
+
+
+def cut_torn_tail(path: Path) -> int:
+    """Remove what follows the last line end. The caller holds the journal's lock.
+
+    Returns:
+        Bytes removed.
+    """
+    with open(path, "r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        block = b""
+        while end > 0 and b"\n" not in block:
+            start = max(0, end - 65536)
+            file.seek(start)
+            block = file.read(end - start)
+            end = start + block.rfind(b"\n") + 1 if b"\n" in block else start
+        if end < size:
+            file.truncate(end)
+        return size - end
+
+
+def open_journal(folder: Path) -> BaseStorage:
+    """Open (or begin) the journal of a study for writing: its torn tail is cut, and a copy kept once it proved whole.
+
+    Raises:
+        UserError: It is damaged in the middle; nothing is changed then.
+    """
+    path = make_folder(folder) / JOURNAL_FILE
+    try:
+        with file_lock(folder / LOCK_FILE):
+            if path.exists():
+                cut_torn_tail(path)
+                _parse(path)
+                backup = folder / f".{BACKUP_FILE}.{os.getpid()}"
+                shutil.copyfile(path, backup)
+                os.replace(backup, folder / BACKUP_FILE)
+        return JournalStorage(RepairingJournal(path))
+    except OSError as error:
+        raise UserError(
+            f"cannot open the study's journal {path}: {error.strerror}",
+            hint="check permissions and free space, or choose another folder with --runs-dir",
+        ) from None
+
+
+def read_journal(folder: Path) -> BaseStorage:
+    """The journal as it is now: nothing is written, and writers are not disturbed.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    path = folder / JOURNAL_FILE
+    try:
+        return JournalStorage(_JournalInMemory(_parse(path)))
+    except FileNotFoundError:
+        raise UserError(
+            f"the study in {folder} has no {JOURNAL_FILE}", hint="start it with: autotune sweep SPACE.yaml"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="check its permissions") from None
+
+
+def _parse(path: Path) -> list[dict[str, Any]]:
+    """The records of a journal; a last line without an end is left out (it is torn, or being written)."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    logs: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            log = json.loads(line)
+        except ValueError:
+            log = None
+        if not isinstance(log, dict):
+            raise UserError(
+                "the study's journal is damaged at this line; nothing was changed",
+                hint=f"go back to the copy of the last start (in the study's folder: cp {BACKUP_FILE} {JOURNAL_FILE};"
+                " later trials are run again), or begin another study with --study NAME",
+                where=f"{path}:{number}",
+            )
+        logs.append(log)
+    return logs
+
+
+def open_database(url: str) -> BaseStorage:
+    """Open a database storage.
+
+    Raises:
+        UserError: Not a database address, its driver is missing, or it can't be reached.
+    """
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+    except (ArgumentError, NoSuchModuleError, ValueError):
+        raise UserError(
+            f"not a database address: {hide_password(url)!r}",
+            hint="examples: sqlite:////absolute/path/studies.db, postgresql://user@host/database",
+        ) from None
+    except ImportError as error:
+        raise UserError(
+            f"the driver for {hide_password(url)} is not installed: {error}",
+            hint="for PostgreSQL: pip install psycopg2-binary",
+        ) from None
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", error)).splitlines()[0]
+        raise UserError(
+            f"cannot open the storage {hide_password(url)}: {reason}",
+            hint="check that the database runs, that its folder or name exists, and the user's rights",
+        ) from None
+
+
+def hide_password(url: str) -> str:
+    """A database address without its password, for messages and files."""
+    scheme, separator, rest = url.partition("://")
+    account, at, place = rest.rpartition("@")
+    user, colon, _ = account.partition(":")
+    return f"{scheme}{separator}{user if colon else account}{at}{place}"

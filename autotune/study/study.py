@@ -1,0 +1,597 @@
+"""A sweep on disk: created or continued, asked for trials, told their outcomes.
+
+Several drivers may work on one study at once, on one machine or several. Whatever has to be decided once (which trials
+are within the budget, who takes over an interrupted trial) is decided by the order in which the storage numbers what is
+created: whoever creates a number sees all lower ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from autotune.search.bayes import (
+    derive_seed,
+    distribution_of,
+    make_sampler,
+    num_startup_trials,
+    suggest,
+    uniform_draws,
+)
+from autotune.space.enumerate import Enumeration
+from autotune.space.objectives import Objective
+from autotune.space.space import Candidate, Scalar, Space
+from autotune.study.lease import Lease, LeaseKeeper, lease_key
+from autotune.study.record import (
+    OUTCOME_KEY,
+    RECORD_KEY,
+    Record,
+    attributes,
+    candidate_key,
+    lease_of,
+    measured_values,
+    num_refused,
+    outcome_of,
+    record_of,
+    trial_folder,
+    trial_rows,
+)
+from autotune.study.runner import end_recorded, evidence
+from autotune.study.snapshot import StudySnapshot
+from autotune.study.store import file_lock, hide_password, is_locked, open_database, open_journal, read_journal
+from autotune.study.study_file import (
+    STUDY_FILE,
+    StudyFile,
+    differences,
+    read_study_file,
+    this_environment,
+    write_study_file,
+)
+from engine.atomic import make_folder, write_text
+from engine.config import RunConfig
+from engine.errors import UserError
+from engine.outcome import OUTCOME_FILE, Outcome
+
+OPEN_LOCK = "study.flock"
+"""Held while a study is created or opened."""
+DRIVERS_LOCK = "drivers.flock"
+"""Shared by all living drivers of a study."""
+STOP_FILE = "stop"
+"""Drivers that started before it was written end."""
+
+CORPUS_KEY = "corpus_hash"
+
+FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
+"""Told to the sampler where nothing was measured: finite, and worse than anything real. A constraint goes with them."""
+FAILED_CONSTRAINT = "failed"
+
+MAX_REJECTED = 10
+"""Proposals in a row that were refused or known already before the next one is drawn uniformly."""
+MAX_ATTEMPTS = 10
+"""A trial that was interrupted so often (it may be what kills its driver) is given up as a fault of the machine."""
+MAX_UNIFORM_DRAWS = 2000
+"""Uniform draws without anything new after which a space counts as used up."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A trial to run now, by whoever got it."""
+
+    number: int
+    attempt: int
+    config: RunConfig
+    folder: Path
+    parameters: Mapping[str, Scalar]
+
+
+class Nothing(Enum):
+    """Why there is no trial to run."""
+
+    WAIT = "others run the last ones"
+    DONE = "the budget is used up"
+    EXHAUSTED = "every candidate of the space was tried"
+
+
+class CorpusChanged(UserError):
+    """The text is no longer what the study began with, so losses can't be compared."""
+
+
+class Study:
+    """An open study. Made by ``create_or_open``; safe to use from several threads; ``close`` it at the end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        file: StudyFile,
+        space: Space,
+        enumeration: Enumeration,
+        storage: BaseStorage,
+        num_trials: int | None,
+    ) -> None:
+        self.folder = folder
+        self.file = file
+        self.space = space
+        self.num_trials = num_trials
+        self._started = time.time()
+        self._enumeration = enumeration
+        self._storage = storage
+        self._lock = threading.RLock()
+        self._study = optuna.create_study(
+            study_name=file.name,
+            storage=storage,
+            directions=[objective.direction for objective in space.objectives],
+            load_if_exists=True,
+        )
+        self._study_id = storage.get_study_id_from_name(file.name)
+        self._leases: dict[int, Lease] = {}
+        self._keeper = LeaseKeeper(self._renew)
+        self._num_rejected = 0
+        self._is_exhausted = False
+        self._repeats: tuple[int, int] | None = None
+        self._alive = ExitStack()
+        self._alive.enter_context(file_lock(folder / DRIVERS_LOCK, shared=True))
+
+    @classmethod
+    def create_or_open(
+        cls,
+        folder: Path,
+        space: Space,
+        enumeration: Enumeration,
+        *,
+        storage_url: str | None = None,
+        num_trials: int | None = None,
+        seed: int | None = None,
+    ) -> Study:
+        """Create the study in ``folder``, or continue the one that is there.
+
+        Args:
+            folder: The study's folder; its name is the study's.
+            space: What to search.
+            enumeration: The legal plans of the space.
+            storage_url: Database address; None for the journal in the folder, or for where the study lives already.
+            num_trials: Trials in total, earlier ones included; None for no limit.
+            seed: Seed of a new study (0 by default); of an existing one it must be the same.
+
+        Raises:
+            UserError: The space, seed or storage differs from the study's (with the difference), or it can't be opened.
+        """
+        make_folder(folder)
+        with file_lock(folder / OPEN_LOCK):
+            if (folder / STUDY_FILE).exists():
+                file = _continued(read_study_file(folder), space, storage_url, num_trials, seed)
+            else:
+                file = StudyFile(
+                    name=folder.name,
+                    created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+                    seed=seed or 0,
+                    storage=hide_password(storage_url) if storage_url else None,
+                    trials=num_trials,
+                    environment=this_environment(),
+                    space=dict(space.data),
+                )
+            url = storage_url or file.storage
+            storage = open_database(url) if url else open_journal(folder)
+            write_study_file(folder, file)
+            return cls(folder, file, space, enumeration, storage, num_trials)
+
+    def close(self) -> None:
+        """Let go of the study. Trials of ours that have no outcome are free for the next driver."""
+        self._keeper.close()
+        self._alive.close()
+
+    def ask(self) -> Assignment | Nothing:
+        """The next trial to run: an interrupted one, else a new one, else a repeat that was planned."""
+        with self._lock:
+            while True:
+                try:
+                    return self._next()
+                except UpdateFinishedTrialError:  # this process was held up so long that another gave its number up
+                    continue
+
+    def tell(self, assignment: Assignment, outcome: Outcome) -> bool:
+        """Record the outcome of a trial.
+
+        Returns:
+            False when somebody else took the trial over meanwhile: then the outcome is not recorded.
+
+        Raises:
+            CorpusChanged: The run used another text than the study; its outcome is not recorded.
+        """
+        with self._lock:
+            if not self._still_ours(assignment):
+                return False
+            if outcome.kind == "ok" and outcome.corpus_hash is not None:
+                self._check_corpus(assignment, outcome.corpus_hash)
+            trial = self._trials()[assignment.number]
+            try:
+                self._finish(trial, outcome)
+            except UpdateFinishedTrialError:
+                return False
+            finally:
+                self._let_go(assignment.number)
+            return True
+
+    def release(self, assignment: Assignment) -> None:
+        """Give an unfinished trial back, for whoever asks next."""
+        with self._lock:
+            if self._still_ours(assignment):
+                lease = self._leases[assignment.number]
+                released = Lease(lease.attempt, lease.owner, lease.expires, released=True)
+                self._write_lease(assignment.number, released)
+            self._let_go(assignment.number)
+
+    def retry(self, assignment: Assignment) -> Assignment:
+        """The same trial for one more attempt, still ours (after a fault of the machine)."""
+        with self._lock:
+            return self._hold(assignment, Lease.new(assignment.attempt + 1))
+
+    def is_lost(self, number: int) -> bool:
+        """Whether another driver took a trial of ours over, because it could not see us for too long."""
+        return self._keeper.is_lost(number)
+
+    def plan_repeats(self, number: int, count: int) -> None:
+        """Have ``ask`` hand out repeats of a trial with other seeds, until the study has ``count`` of them."""
+        self._repeats = (number, count)
+
+    def stop_requested(self) -> bool:
+        """Whether ``request_stop`` was called since this study was opened."""
+        try:
+            return (self.folder / STOP_FILE).stat().st_mtime > self._started
+        except OSError:
+            return False
+
+    def snapshot(self) -> StudySnapshot:
+        """The study now, as plain data."""
+        with self._lock:
+            return _snapshot(self.folder, self.file, self._storage)
+
+    def _next(self) -> Assignment | Nothing:
+        if (taken := self._take_over()) is not None:
+            return taken
+        while True:
+            trials = self._trials()
+            if self.num_trials is not None and _num_counted(trials) >= self.num_trials:
+                reason = Nothing.DONE
+                break
+            proposal = None if self._is_exhausted else self._propose(trials)
+            if proposal is None:
+                self._is_exhausted = True
+                reason = Nothing.EXHAUSTED
+                break
+            number, chosen = proposal
+            if (assignment := self._decide(number, chosen)) is not None:
+                return assignment
+        if any(trial.state == TrialState.RUNNING for trial in trials):
+            return Nothing.WAIT
+        return self._repeat(trials) or reason
+
+    # What to try next ------------------------------------------------------------------------------------------------
+
+    def _propose(self, trials: Sequence[FrozenTrial]) -> tuple[int, dict[str, Scalar]] | None:
+        """A fresh number with chosen values; None when the space is used up."""
+        num_startup = num_startup_trials(self.num_trials)
+        if _num_counted(trials) < num_startup or self._num_rejected >= MAX_REJECTED:
+            chosen = self._draw_new(trials)
+            if chosen is None:
+                return None
+            return self._create(parameters=chosen, lease=Lease.new(1)), chosen
+        number = self._create(lease=Lease.new(1))
+        # Each number has a sampler of its own: a study that is continued proposes what it would have proposed anyway,
+        # and two drivers never propose the same.
+        self._study.sampler = make_sampler(derive_seed(self.file.seed, "sampler", number), num_startup)
+        return number, suggest(self._optuna_trial(number), self.space)
+
+    def _draw_new(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
+        seen_choices = {tuple(trial.params.items()) for trial in trials}
+        seen_keys = {record.key for record in map(record_of, trials) if record is not None}
+        draws = uniform_draws(self.space, self._enumeration, derive_seed(self.file.seed, "uniform", len(trials)))
+        fresh = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
+        for chosen in itertools.islice(fresh, MAX_UNIFORM_DRAWS):
+            run = self.space.candidate(chosen).run
+            if run is not None and candidate_key(run) not in seen_keys:
+                return chosen
+        return None
+
+    def _decide(self, number: int, chosen: Mapping[str, Scalar]) -> Assignment | None:
+        """Make a chosen number a trial, unless it is refused, known, or beyond the budget."""
+        candidate = self.space.candidate(chosen)
+        if candidate.run is None:
+            self._reject(number, Record("refused", rule=candidate.rule))
+            return None
+        key = candidate_key(candidate.run)
+        trials = self._trials()
+        for other in trials[:number]:
+            record = record_of(other)
+            if record is not None and record.role == "trial" and record.key == key:
+                self._reject(number, Record("cached", key=key, of=other.number))
+                return None
+        if self.num_trials is not None and _num_counted(trials[:number]) >= self.num_trials:
+            self._reject(number, Record("surplus", key=key))
+            return None
+        self._num_rejected = 0
+        self._write(number, RECORD_KEY, Record("trial", key, candidate.run.plan.describe()).encode())
+        return self._fresh(number, candidate, chosen)
+
+    def _reject(self, number: int, record: Record) -> None:
+        self._num_rejected += record.role in ("refused", "cached")
+        self._write(number, RECORD_KEY, record.encode())
+        self._close_rejected(number, record)
+
+    def _close_rejected(self, number: int, record: Record) -> None:
+        """Tell the sampler what a number is worth that is never run."""
+        original = self._trials()[record.of] if record.of is not None else None
+        if record.role == "refused":
+            self._tell_sampler(number, None)
+        elif record.role == "cached" and original is not None and original.state == TrialState.COMPLETE:
+            outcome = outcome_of(original)
+            self._tell_sampler(number, measured_values(outcome, self.space.objectives) if outcome else None)
+        else:  # nothing is known yet, or nothing is to be learnt
+            self._study.tell(number, state=TrialState.FAIL)
+
+    def _repeat(self, trials: Sequence[FrozenTrial]) -> Assignment | None:
+        if self._repeats is None:
+            return None
+        of, count = self._repeats
+        original = trials[of]
+        original_record = record_of(original)
+        assert original_record is not None
+        record = Record("repeat", original_record.key, original_record.plan, of=of)
+
+        def num_repeats(trials: Sequence[FrozenTrial]) -> int:
+            return sum(record_of(trial) == record for trial in trials)
+
+        if num_repeats(trials) >= count:
+            return None
+        number = self._create(record=record, parameters=original.params, lease=Lease.new(1))
+        if num_repeats(self._trials()[:number]) >= count:  # another driver was first
+            self._reject(number, Record("surplus"))
+            return None
+        return self._fresh(number, self.space.candidate(original.params), original.params)
+
+    # Who runs it -----------------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> Assignment | None:
+        """An interrupted trial to run again; those that only lack their telling are told on the way."""
+        for trial in self._trials():
+            if trial.state != TrialState.RUNNING or trial.number in self._leases:
+                continue
+            lease = lease_of(trial, self._trials())
+            if lease is None or not lease.has_lapsed():
+                continue
+            record = record_of(trial)
+            if record is None:
+                self._write(trial.number, RECORD_KEY, Record("abandoned").encode())
+                self._study.tell(trial.number, state=TrialState.FAIL)
+            elif record.role not in ("trial", "repeat"):
+                self._close_rejected(trial.number, record)
+            elif self._claim(trial.number, lease.attempt + 1):
+                assignment = self._again(trial, lease.attempt + 1)
+                if assignment is not None:
+                    return assignment
+        return None
+
+    def _claim(self, number: int, attempt: int) -> bool:
+        """Claim an attempt; of all who do, the one whose claim has the lowest number wins."""
+        claim = Record("claim", of=number)
+        lease = Lease.new(attempt)
+        own = self._create(record=claim, lease=lease, state=TrialState.FAIL)
+        key = lease_key(attempt)
+        trials = self._trials()
+        if trials[number].state.is_finished() or key in trials[number].user_attrs:
+            return False
+        return not any(record_of(other) == claim and key in other.user_attrs for other in trials[number:own])
+
+    def _again(self, trial: FrozenTrial, attempt: int) -> Assignment | None:
+        candidate = self.space.candidate(trial.params)
+        assert candidate.run is not None, "the space is the one the trial was made from"
+        folder = trial_folder(self.folder, trial.number)
+        assignment = self._assignment(trial.number, attempt, candidate.run, trial.params)
+        self._hold(assignment, Lease.new(attempt))
+        end_recorded(folder)
+        outcome = outcome_of(trial) or evidence(folder, assignment.config)
+        if outcome is None and attempt > MAX_ATTEMPTS:
+            outcome = Outcome(kind="infra", detail=f"given up: its driver ended {attempt - 1} times while it ran")
+        if outcome is None:
+            return assignment
+        self.tell(assignment, outcome)
+        return None
+
+    def _fresh(self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar]) -> Assignment:
+        assert candidate.run is not None
+        assignment = self._assignment(number, 1, candidate.run, chosen)
+        if assignment.folder.exists():  # of a number that was lost when an older journal was put back
+            end_recorded(assignment.folder)
+            shutil.rmtree(assignment.folder)
+        return self._hold(assignment, Lease.new(1))
+
+    def _assignment(self, number: int, attempt: int, run: RunConfig, chosen: Mapping[str, Scalar]) -> Assignment:
+        config = run.changed(
+            name=f"{self.file.name[:100]}-{number}",
+            runtime=run.runtime.changed(seed=derive_seed(self.file.seed, "trial", number)),
+            origin={"study": self.file.name, "trial": str(number)},
+        )
+        return Assignment(number, attempt, config, trial_folder(self.folder, number), dict(chosen))
+
+    def _hold(self, assignment: Assignment, lease: Lease) -> Assignment:
+        self._write_lease(assignment.number, lease)
+        self._leases[assignment.number] = lease
+        self._keeper.hold(assignment.number, lease)
+        return Assignment(assignment.number, lease.attempt, assignment.config, assignment.folder, assignment.parameters)
+
+    def _let_go(self, number: int) -> None:
+        self._keeper.drop(number)
+        self._leases.pop(number, None)
+
+    def _still_ours(self, assignment: Assignment) -> bool:
+        trials = self._trials()
+        lease = lease_of(trials[assignment.number], trials)
+        return lease is not None and lease.attempt == assignment.attempt and assignment.number in self._leases
+
+    def _renew(self, number: int, lease: Lease) -> bool:
+        with self._lock:
+            if number not in self._leases:  # told or released meanwhile
+                return True
+            trials = self._trials()
+            current = lease_of(trials[number], trials)
+            if current is None or current.attempt != lease.attempt or trials[number].state.is_finished():
+                return False
+            self._write_lease(number, lease)
+            return True
+
+    # Storage ---------------------------------------------------------------------------------------------------------
+
+    def _trials(self) -> list[FrozenTrial]:
+        """All numbers in order."""
+        return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+    def _create(
+        self,
+        *,
+        record: Record | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        lease: Lease,
+        state: TrialState = TrialState.RUNNING,
+    ) -> int:
+        """A new number that holds its lease (and record) from the first moment."""
+        distributions: dict[str, BaseDistribution] = {d.name: distribution_of(d) for d in self.space.dimensions}
+        template = create_trial(
+            state=state,
+            params=dict(parameters or {}),
+            distributions={name: distributions[name] for name in parameters or {}},
+            user_attrs=attributes(record, lease),
+        )
+        trial_id = self._storage.create_new_trial(self._study_id, template)
+        return self._storage.get_trial_number_from_id(trial_id)
+
+    def _optuna_trial(self, number: int) -> optuna.Trial:
+        # Study.ask would create the number itself, without a lease.
+        return optuna.Trial(self._study, self._trial_id(number))
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+
+    def _write(self, number: int, key: str, text: str) -> None:
+        self._storage.set_trial_user_attr(self._trial_id(number), key, text)
+
+    def _write_lease(self, number: int, lease: Lease) -> None:
+        self._write(number, lease_key(lease.attempt), lease.encode())
+
+    def _finish(self, trial: FrozenTrial, outcome: Outcome) -> None:
+        """Three writes in an order that can be taken up again after each: the outcome decides the others."""
+        self._write(trial.number, OUTCOME_KEY, outcome.model_dump_json())
+        if outcome.kind == "infra":  # says nothing about the candidate
+            self._study.tell(trial.number, state=TrialState.FAIL)
+        else:
+            self._tell_sampler(trial.number, measured_values(outcome, self.space.objectives))
+
+    def _tell_sampler(self, number: int, values: Mapping[str, float] | None) -> None:
+        """Values and constraints (feasible: at most 0), always finite: a NaN would hide a failure from the sampler."""
+        objectives = self.space.objectives
+        trial = self._optuna_trial(number)
+        constraints = {FAILED_CONSTRAINT: 0.0 if values is not None else 1.0}
+        constraints |= {o.name: _violation(o, values) for o in objectives if o.bound is not None}
+        for name, violation in constraints.items():
+            if name not in trial.constraints:  # a killed driver may have set it
+                trial.set_constraint(name, violation)
+        told = [FAILED_VALUES[o.name] if values is None else values[o.name] for o in objectives]
+        self._study.tell(number, told, state=TrialState.COMPLETE)
+
+    def _check_corpus(self, assignment: Assignment, corpus_hash: str) -> None:
+        known = self._storage.get_study_user_attrs(self._study_id).get(CORPUS_KEY)
+        if known is None:
+            self._storage.set_study_user_attr(self._study_id, CORPUS_KEY, corpus_hash)
+        elif known != corpus_hash:
+            (assignment.folder / OUTCOME_FILE).unlink(missing_ok=True)  # no evidence of this study
+            self.release(assignment)
+            raise CorpusChanged(
+                f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now {corpus_hash[:12]}):"
+                " losses can't be compared any more",
+                hint="bring the old text back, or begin another study with --study NAME",
+            )
+
+
+def load_snapshot(folder: Path) -> StudySnapshot:
+    """A study as plain data, read without disturbing those who write it.
+
+    Raises:
+        UserError: Unknown study, damaged journal, or a database that can't be reached.
+    """
+    file = read_study_file(folder)
+    return _snapshot(folder, file, open_database(file.storage) if file.storage else read_journal(folder))
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a driver of the study lives on this machine."""
+    return is_locked(folder / DRIVERS_LOCK)
+
+
+def request_stop(folder: Path) -> None:
+    """Ask all drivers of a study to end gracefully."""
+    write_text(folder / STOP_FILE, datetime.datetime.now().astimezone().isoformat() + "\n")
+
+
+def _snapshot(folder: Path, file: StudyFile, storage: BaseStorage) -> StudySnapshot:
+    try:
+        study_id = storage.get_study_id_from_name(file.name)
+    except KeyError:
+        raise UserError(
+            f"the storage of study {file.name!r} does not hold it",
+            hint=f"look at 'storage' in {folder / STUDY_FILE}, or run the same sweep again to begin it anew",
+        ) from None
+    trials = storage.get_all_trials(study_id, deepcopy=False)
+    return StudySnapshot(
+        name=file.name,
+        folder=folder,
+        objectives=file.objectives,
+        trials=trial_rows(trials, file.objectives, folder),
+        space=file.space,
+        num_trials_asked=file.trials,
+        created=file.created,
+        corpus_hash=storage.get_study_user_attrs(study_id).get(CORPUS_KEY),
+        num_refused=num_refused(trials),
+    )
+
+
+def _continued(
+    file: StudyFile, space: Space, storage_url: str | None, num_trials: int | None, seed: int | None
+) -> StudyFile:
+    """The study's file for going on with it; refused when anything but the budget differs."""
+    changes = differences(file.space, space.data)
+    if seed is not None and seed != file.seed:
+        changes.append(f"changed  seed: {file.seed} -> {seed}")
+    if storage_url is not None and hide_password(storage_url) != file.storage:
+        changes.append(f"changed  storage: {file.storage or 'journal'} -> {hide_password(storage_url)}")
+    if changes:
+        raise UserError(
+            f"study {file.name!r} was begun with another space:\n  " + "\n  ".join(changes),
+            hint="undo the change to go on with it, or begin another study with --study NAME",
+        )
+    return file if num_trials is None else file.changed(trials=max(num_trials, file.trials or 0))
+
+
+def _num_counted(trials: Sequence[FrozenTrial]) -> int:
+    """Numbers that use up the budget: trials, and those that are being chosen and may become one. Since whoever chooses
+    counts all lower numbers, never more than the budget become trials."""
+    count = 0
+    for trial in trials:
+        record = record_of(trial)
+        count += record.role == "trial" if record is not None else trial.state == TrialState.RUNNING
+    return count
+
+
+def _violation(objective: Objective, values: Mapping[str, float] | None) -> float:
+    return 1.0 if values is None else objective.violation(values[objective.name])

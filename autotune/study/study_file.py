@@ -1,0 +1,103 @@
+"""``study.yaml``: what a study searches and where its trials live, fixed when it is created."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from autotune.space.objectives import Objective
+from engine.atomic import write_text
+from engine.errors import UserError
+from engine.schema import Schema, parse
+from engine.spec import Count, CountOrZero, Name
+from engine.yaml_file import dump_yaml, read_yaml
+
+STUDY_FILE = "study.yaml"
+
+
+class StudyFile(Schema):
+    """The study's own file."""
+
+    schema_version: Literal[1] = 1
+    """Version of this file format."""
+    name: Name
+    """Name of the study, also in the storage."""
+    created: str
+    """ISO time."""
+    seed: CountOrZero = 0
+    """Seeds of proposals and trials derive from it."""
+    storage: str | None = None
+    """Database address (without its password); null for the journal in the study's folder."""
+    trials: Count | None = None
+    """Trials asked for so far; null while only a time was given."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Versions and machine that created it."""
+    space: dict[str, Any]
+    """The resolved space, without the budget."""
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """The objectives of the space."""
+        return tuple(parse(Objective, data) for data in self.space["objectives"])
+
+
+def read_study_file(folder: Path) -> StudyFile:
+    """Read ``study.yaml``.
+
+    Raises:
+        UserError: There is no such study, or the file is damaged.
+    """
+    path = folder / STUDY_FILE
+    if not path.is_file():
+        known = sorted(child.parent.name for child in folder.parent.glob(f"*/{STUDY_FILE}"))
+        raise UserError(
+            f"there is no study {folder.name!r} in {folder.parent}",
+            hint=f"studies there: {', '.join(known)}" if known else "start one with: autotune sweep SPACE.yaml",
+        )
+    document = read_yaml(path)
+    return parse(StudyFile, document.data, document=document)
+
+
+def write_study_file(folder: Path, file: StudyFile) -> None:
+    """Write ``study.yaml``."""
+    write_text(folder / STUDY_FILE, dump_yaml(file.to_data()))
+
+
+def this_environment() -> dict[str, str]:
+    """Versions and machine."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "optuna")}
+    return {"python": platform.python_version(), **versions, "system": sys.platform, "host": platform.node()}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two spaces, one line for each key: added, removed, changed."""
+    before, after = _flat(old), _flat(new)
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        if key not in after:
+            lines.append(f"removed  {key}: {_text(before[key])}")
+        elif key not in before:
+            lines.append(f"added    {key}: {_text(after[key])}")
+        elif before[key] != after[key]:
+            lines.append(f"changed  {key}: {_text(before[key])} -> {_text(after[key])}")
+    return lines
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, Mapping) or not data:
+        return {prefix: data}
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value)

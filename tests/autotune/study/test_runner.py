@@ -1,0 +1,176 @@
+"""A trial's end is told apart by kind, whatever ends it, and nothing of it is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune.space.space import TrialLimits
+from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
+from autotune.study.runner import Stop, end_recorded, engine_command, evidence, run_trial
+from engine.config import RunConfig
+from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
+from engine.plan import Plan
+from engine.schema import parse
+
+FAKE = str(Path(__file__).with_name("fake_trainer.py"))
+
+CONFIG = parse(
+    RunConfig,
+    {
+        "model": {
+            "num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32,
+            "vocab_size": 256,
+        },
+        "workload": {"sequence_length": 16, "total_tokens": 1024},
+    },
+)  # fmt: skip
+
+
+def run(folder: Path, mode: str, **limits: float) -> Outcome:
+    values = {"seconds": 50.0, "heartbeat_seconds": 40.0} | limits
+    return run_trial(CONFIG, folder, limits=TrialLimits(**values), command=[sys.executable, FAKE, mode])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "detail"),
+    [
+        ("ok", "ok", ""),
+        ("nan", "nan", "not finite"),
+        ("diverged", "diverged", "above"),
+        ("user", "user", "error: the corpus is empty"),
+        ("rank-oom", "oom", "out of memory"),
+        ("crash", "infra", "something broke"),
+        ("killed", "infra", "SIGKILL"),
+    ],
+)
+def test_ends_of_the_child_are_told_apart(tmp_path: Path, mode: str, kind: OutcomeKind, detail: str) -> None:
+    outcome = run(tmp_path, mode)
+    assert outcome.kind == kind
+    assert detail in outcome.detail
+    assert read_outcome(tmp_path) == outcome
+
+
+def test_memory_limit_is_oom(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "memory", memory_bytes=300 * 2**20)
+    assert outcome.kind == "oom"
+    assert "0.29 GiB" in outcome.detail
+    assert outcome.num_steps == 1
+
+
+def test_silence_is_a_hang(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "hang", heartbeat_seconds=1.0)
+    assert outcome.kind == "hang"
+
+
+def test_silence_until_the_time_limit_is_a_hang(tmp_path: Path) -> None:
+    assert run(tmp_path, "hang", seconds=5.0).kind == "hang"
+
+
+def test_progress_until_the_time_limit_is_too_slow_and_no_hang(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "slow", seconds=2.0)
+    assert outcome.kind == "interrupted"
+    assert "too slow" in outcome.detail
+    assert outcome.num_steps > 1
+
+
+def test_a_stopped_child_may_say_goodbye(tmp_path: Path) -> None:
+    def stop() -> Stop:
+        return Stop.SOON if (tmp_path / "telemetry.jsonl").exists() else Stop.NO
+
+    outcome = run_trial(CONFIG, tmp_path, limits=TrialLimits(), stop=stop, command=[sys.executable, FAKE, "polite"])
+    assert outcome.kind == "interrupted"
+    assert (tmp_path / "said-goodbye").exists()
+
+
+def test_the_whole_family_ends_also_in_other_sessions(tmp_path: Path) -> None:
+    family: list[int] = []
+
+    def stop() -> Stop:
+        mark = recorded_mark(tmp_path)
+        family[:] = [process.pid for process in marked_processes(mark or "")]
+        return Stop.NOW if len(family) == 2 else Stop.NO
+
+    run_trial(CONFIG, tmp_path, limits=TrialLimits(), stop=stop, command=[sys.executable, FAKE, "family"])
+    assert len(family) == 2
+    assert not marked_processes(recorded_mark(tmp_path) or "")
+
+
+def test_the_child_dies_with_its_driver(tmp_path: Path) -> None:
+    """Killed at once by the kernel, although the driver could not clean up."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]);"
+        "import test_runner as t; t.run(Path(sys.argv[1]), 'hang')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    root = str(Path(__file__).resolve().parents[3])
+    driver = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root})
+    wait_for(lambda: (tmp_path / "telemetry.jsonl").exists())
+    mark = recorded_mark(tmp_path)
+    assert mark is not None
+    assert marked_processes(mark)
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not marked_processes(mark))
+
+
+def test_a_new_driver_ends_what_the_last_one_left(tmp_path: Path) -> None:
+    mark = new_mark(tmp_path)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    orphan = subprocess.Popen(sleep, env=os.environ | {MARK: mark})
+    stranger = subprocess.Popen(sleep, env=os.environ | {MARK: "0" * 32})
+    try:
+        wait_for(lambda: bool(marked_processes(mark)))
+        assert end_recorded(tmp_path) == 1
+        assert orphan.wait(10) == -signal.SIGKILL
+        assert stranger.poll() is None
+        assert end_recorded(tmp_path) == 0  # the number may belong to somebody else by now: only the mark counts
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_evidence_counts_only_for_its_own_configuration(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "ok")
+    assert evidence(tmp_path, CONFIG) == outcome
+    assert evidence(tmp_path, CONFIG.changed(plan=Plan(micro_batch_size=2))) is None
+    write_outcome(tmp_path, Outcome(kind="interrupted"))
+    assert evidence(tmp_path, CONFIG) is None
+
+
+def test_an_earlier_outcome_is_no_outcome_of_the_next_attempt(tmp_path: Path) -> None:
+    assert run(tmp_path, "ok").kind == "ok"
+    assert run(tmp_path, "killed").kind == "infra"
+
+
+def test_runs_in_threads_at_the_same_time(tmp_path: Path) -> None:
+    kinds: dict[str, str] = {}
+
+    def work(mode: str) -> None:
+        kinds[mode] = run(tmp_path / mode, mode).kind
+
+    threads = [threading.Thread(target=work, args=(mode,)) for mode in ("ok", "nan", "killed")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == {"ok": "ok", "nan": "nan", "killed": "infra"}
+
+
+def test_several_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
+    command = engine_command(CONFIG.changed(plan=Plan(dp_shard=2)), tmp_path)
+    assert "--nproc-per-node=2" in command
+    assert command[:3] == [sys.executable, "-P", "-m"]
+
+
+def wait_for(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
