@@ -99,6 +99,9 @@ class Program:
         except (Exception, Interrupted, KeyboardInterrupt) as error:
             self._signals.deferred = True
             return self._fail(error)
+        finally:
+            if self._lock:
+                self._lock.close()
 
     def _run(self) -> int:
         arguments = self._arguments

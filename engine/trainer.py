@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.hf_weights import export_weights, import_weights
 from engine.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
@@ -178,6 +177,8 @@ class Trainer:
             if manifest.plan == self.config.plan and manifest.micro_batch_size != self.state.micro_batch_size:
                 self.set_micro_batch(manifest.micro_batch_size)
         elif self.config.runtime.init_from:
+            from engine.checkpoint.hf_weights import import_weights
+
             source = Path(self.config.runtime.init_from)
             self._stepper.load_full_weights(import_weights(source, self._stepper.spec))
         return checkpoint
@@ -365,6 +366,8 @@ class Trainer:
         """Write the weights as Hugging Face safetensors; called on all ranks."""
         weights = self._stepper.full_weights()
         if self.context.is_main:
+            from engine.checkpoint.hf_weights import export_weights
+
             export_weights(weights, self._stepper.spec, folder)
 
     # ----------------------------------------------------------------------------------------------------- evaluation
