@@ -238,11 +238,11 @@ def _supervise(child: subprocess.Popen[bytes], watch: _Watch, stop: Callable[[],
         if asked == Stop.SOON:
             return _end_gently(child, stop)
         if time.monotonic() >= next_look:
+            watch.poll()
             used_bytes = tree_memory_bytes(child.pid, above=limit_bytes)
             if used_bytes > limit_bytes:
                 limit = format_bytes(limit_bytes)
                 return Outcome(kind="oom", detail=f"{format_bytes(used_bytes)} in use, the trial's limit is {limit}")
-            watch.poll()
             if verdict := watch.verdict():
                 return verdict
             next_look = time.monotonic() + WATCH_SECONDS
