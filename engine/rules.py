@@ -582,13 +582,13 @@ _MODEL_RULES = (
 
 
 def _plan_rule(feature: str, summary: str, violated: Violated, told: str, change: str) -> Rule:
-    """A rule about what the engine's plans lack; ``told`` and ``change`` are filled in from row and context."""
+    """A rule about what the engine's plans lack; ``told`` and ``change`` are format strings of ``c`` and ``r``."""
     return Rule(
         f"engine.{feature}",
         "engine",
         summary,
         violated,
-        lambda c, r: (f"the engine does not build {told.format(c=c, **vars(r))}", change.format(c=c, **vars(r))),
+        lambda c, r: (f"the engine does not build {told.format(c=c, r=r)}", change.format(c=c, r=r)),
     )
 
 
@@ -597,42 +597,42 @@ _PLAN_RULES = (
         "dp_replicate",
         "data parallelism shards parameters",
         lambda c, t: t["dp_replicate"] > 1,
-        "replicated data parallelism (dp_replicate {dp_replicate})",
-        "set dp_replicate to 1 and multiply dp_shard by {dp_replicate}",
+        "replicated data parallelism (dp_replicate {r.dp_replicate})",
+        "set dp_replicate to 1 and multiply dp_shard by {r.dp_replicate}",
     ),
     _plan_rule(
         "cp",
         "the sequence is not split between ranks",
         lambda c, t: t["cp"] > 1,
-        "context parallelism (cp {cp})",
+        "context parallelism (cp {r.cp})",
         "set cp to 1 and use tp, pp or dp_shard",
     ),
     _plan_rule(
         "ep",
-        "experts are not split between ranks",
-        lambda c, t: (t["ep"] > 1) | (t["etp"] > 1),
-        "expert parallelism (ep {ep}, etp {etp})",
-        "set ep and etp to 1",
+        "experts are not spread over ranks",
+        lambda c, t: t["ep"] > 1,
+        "expert parallelism (ep {r.ep})",
+        "set ep to 1",
     ),
     _plan_rule(
         "moe_tp",
-        "a mixture of experts runs without tensor parallelism",
-        lambda c, t: (t["tp"] > 1) & (c.model.moe is not None),
-        "tensor parallelism for a mixture of experts (tp {tp})",
-        "set tp to 1 and use pp or dp_shard",
+        "tensor parallelism splits every expert",
+        lambda c, t: (t["tp"] != t["etp"]) & (c.model.moe is not None),
+        "whole experts on each tensor-parallel rank (tp {r.tp}, etp {r.etp})",
+        "set etp to {r.tp}",
     ),
     _plan_rule(
         "schedule",
         "pipelines run 1f1b with one stage per rank",
         lambda c, t: (t["pp"] > 1) & ((t["schedule"] != "1f1b") | (t["virtual_stages"] > 1)),
-        "the pipeline schedule {schedule} with virtual_stages {virtual_stages}",
+        "the pipeline schedule {r.schedule} with virtual_stages {r.virtual_stages}",
         "set schedule to 1f1b and virtual_stages to 1",
     ),
     _plan_rule(
         "zero_stage",
         "sharding is ZeRO stage 2 or 3",
         lambda c, t: (t["dp_shard"] > 1) & (t["zero_stage"] < 2),
-        "zero_stage {zero_stage} over dp_shard {dp_shard}",
+        "zero_stage {r.zero_stage} over dp_shard {r.dp_shard}",
         "set zero_stage to 2 or 3",
     ),
     _plan_rule(
@@ -650,64 +650,64 @@ _PLAN_RULES = (
             | (t["offload_optimizer_ratio"] > 0)
             | (t["offload_activations_ratio"] > 0)
         ),
-        "offload (parameters {offload_parameters_ratio:g}, optimizer {offload_optimizer_ratio:g}, activations"
-        " {offload_activations_ratio:g})",
+        "offload (parameters {r.offload_parameters_ratio:g}, optimizer {r.offload_optimizer_ratio:g}, activations"
+        " {r.offload_activations_ratio:g})",
         "set the offload ratios to 0; sharding or recompute save memory too",
     ),
     _plan_rule(
         "precision",
         "precision is bf16, fp32 or fp64",
         lambda c, t: np.isin(t["precision"], ("fp16", "fp8")),
-        "precision {precision}",
+        "precision {r.precision}",
         "set precision to bf16, fp32 or fp64",
     ),
     _plan_rule(
         "gradient_compression",
         "gradients are not compressed",
         lambda c, t: t["gradient_compression"] != "none",
-        "gradient_compression {gradient_compression}",
+        "gradient_compression {r.gradient_compression}",
         "set gradient_compression to none",
     ),
     _plan_rule(
         "overlap",
         "overlap is on for dp and pp, off for tp",
         lambda c, t: ~t["overlap_dp"] | t["overlap_tp"] | ~t["overlap_pp"],
-        "overlap_dp {overlap_dp}, overlap_tp {overlap_tp}, overlap_pp {overlap_pp}",
+        "overlap_dp {r.overlap_dp}, overlap_tp {r.overlap_tp}, overlap_pp {r.overlap_pp}",
         "set overlap_dp and overlap_pp to true and overlap_tp to false",
     ),
     _plan_rule(
         "rank_order",
         "ranks are ordered tp-cp-dp-pp",
         lambda c, t: t["rank_order"] != "tp-cp-dp-pp",
-        "rank_order {rank_order}",
+        "rank_order {r.rank_order}",
         "set rank_order to tp-cp-dp-pp",
     ),
     _plan_rule(
         "kv_replication",
         "tp is at most the number of key and value heads",
         lambda c, t: t["tp"] > _kv_heads(c.model),
-        "key and value heads held by several ranks: tp {tp} exceeds {c.model.num_kv_heads} heads",
+        "key and value heads held by several ranks: tp {r.tp} exceeds {c.model.num_kv_heads} heads",
         "set tp to {c.model.num_kv_heads} or less",
     ),
     _plan_rule(
         "vocab_padding",
         "with vocab_parallel, tp divides the vocabulary",
         lambda c, t: t["vocab_parallel"] & (c.model.vocab_size % t["tp"] != 0),
-        "a vocabulary of {c.model.vocab_size} split over tp {tp}, which does not divide it",
-        "set vocab_parallel to false, or pad model.vocab_size to a multiple of {tp}",
+        "a vocabulary of {c.model.vocab_size} split over tp {r.tp}, which does not divide it",
+        "set vocab_parallel to false, or pad model.vocab_size to a multiple of {r.tp}",
     ),
     _plan_rule(
         "tied_pp",
         "tied embeddings stand on one pipeline stage",
         lambda c, t: (t["pp"] > 1) & c.model.tied_embeddings,
-        "tied embeddings over pipeline stages (pp {pp})",
+        "tied embeddings over pipeline stages (pp {r.pp})",
         "set pp to 1, or model.tied_embeddings to false",
     ),
     _plan_rule(
         "dropout_tp",
         "dropout is off with tensor parallelism",
         lambda c, t: (t["tp"] > 1) & (c.dropout > 0),
-        "dropout {c.dropout:g} with tensor parallelism (tp {tp})",
+        "dropout {c.dropout:g} with tensor parallelism (tp {r.tp})",
         "set dropout to 0 or tp to 1",
     ),
 )
