@@ -3,7 +3,6 @@ and acknowledged in the telemetry."""
 
 from __future__ import annotations
 
-import time
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from engine.control import (
 )
 from engine.errors import UserError
 from engine.schema import parse
-from engine.telemetry import AckRecord
 
 if TYPE_CHECKING:
     from engine.trainer import Trainer
@@ -76,17 +74,7 @@ class RequestDesk:
         state.handled = (*state.handled, request.change_id)[-_NUM_HANDLED_KEPT:]
         if accepted:
             self._trainer.secure_settings()
-        self._trainer.record(
-            AckRecord(
-                time=time.time(),
-                step=state.step,
-                tokens=self._trainer.tokens,
-                change_id=request.change_id,
-                accepted=accepted,
-                reason=reason,
-                data=data,
-            )
-        )
+        self._trainer.record_ack(request.change_id, accepted=accepted, reason=reason, data=data)
         if self._inbox:
             self._inbox.done(request.change_id)
 

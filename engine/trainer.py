@@ -395,13 +395,18 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------------- records
 
-    def record(self, record: StepRecord | EventRecord | AckRecord) -> None:
-        """Append to the telemetry; does nothing on ranks other than 0."""
+    def record_ack(self, change_id: str, *, accepted: bool, reason: str, data: dict[str, Any]) -> None:
+        """Write the answer to a change request into the telemetry."""
         if self._telemetry:
-            self._telemetry.write(record)
+            answer = {"change_id": change_id, "accepted": accepted, "reason": reason, "data": data}
+            self._telemetry.write(AckRecord(**self._moment(), **answer))
 
     def _record_event(self, kind: Any, data: dict[str, Any]) -> None:
-        self.record(EventRecord(kind=kind, time=time.time(), step=self.state.step, tokens=self.tokens, data=data))
+        if self._telemetry:
+            self._telemetry.write(EventRecord(kind=kind, **self._moment(), data=data))
+
+    def _moment(self) -> dict[str, Any]:
+        return {"time": time.time(), "step": self.state.step, "tokens": self.tokens}
 
     def _record_start(self) -> None:
         resumed = self._resumed_from
@@ -426,9 +431,7 @@ class Trainer:
         if not self._telemetry or not self._sinks:
             return
         record = StepRecord(
-            time=time.time(),
-            step=self.state.step,
-            tokens=self.tokens,
+            **self._moment(),
             loss=result.loss,
             learning_rate=rate,
             learning_rate_scale=self._scale_in_force,
