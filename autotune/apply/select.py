@@ -72,7 +72,7 @@ def extreme_trial(objective: Objective, snapshot: StudySnapshot, trials: Sequenc
     directions = _directions(snapshot)
     row = pareto.knee(values[tied], directions, pareto.front_box(values, directions))
     assert row is not None, "the extremes of a front are finite"
-    return trials[tied[row]]
+    return trials[int(tied[row])]
 
 
 def concessions(snapshot: StudySnapshot, trial: TrialRow, front: Sequence[TrialRow]) -> list[Concession]:
