@@ -398,8 +398,8 @@ class Trainer:
     def record_ack(self, change_id: str, *, accepted: bool, reason: str, data: dict[str, Any]) -> None:
         """Write the answer to a change request into the telemetry."""
         if self._telemetry:
-            answer = {"change_id": change_id, "accepted": accepted, "reason": reason, "data": data}
-            self._telemetry.write(AckRecord(**self._moment(), **answer))
+            answer = AckRecord(**self._moment(), change_id=change_id, accepted=accepted, reason=reason, data=data)
+            self._telemetry.write(answer)
 
     def _record_event(self, kind: Any, data: dict[str, Any]) -> None:
         if self._telemetry:

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.config import RunConfig, dump_run
 from engine.control import Change, ChangeRequest, send_request
+from engine.outcome import Outcome, read_outcome
 from engine.schema import parse
 from engine.telemetry import AckRecord, EventRecord, StepRecord, read_telemetry
 from engine.train import main
@@ -60,6 +61,13 @@ def ask(folder: Path, change: Change) -> str:
     request = ChangeRequest(change=change)
     send_request(folder, request)
     return request.change_id
+
+
+def outcome_of(folder: Path) -> Outcome:
+    """The outcome in the folder, which must be there."""
+    outcome = read_outcome(folder)
+    assert outcome is not None
+    return outcome
 
 
 def steps(folder: Path) -> dict[int, StepRecord]:

@@ -10,11 +10,10 @@ import pytest
 
 from engine.checkpoint.store import open_checkpoint
 from engine.control import CONTROL_FOLDER, RollBack, SetLearningRateScale, SetMicroBatch, Stop, TakeCheckpoint
-from engine.outcome import read_outcome
 from engine.step import Stepper, StepResult
 from engine.telemetry import StepRecord, read_telemetry
 from engine.train import main
-from tests.engine.runs import NUM_STEPS, acks, ask, events, steps, tiny_run, train, trajectory, write_corpus
+from tests.engine.runs import NUM_STEPS, acks, ask, events, outcome_of, steps, tiny_run, train, trajectory, write_corpus
 
 pytestmark = pytest.mark.unit
 
@@ -98,8 +97,10 @@ def test_micro_batch_at_the_same_global_batch(corpus: Path, tmp_path: Path, duri
     assert train(config, folder, "--quiet") == 0
     assert [record.micro_batch_size for _, record in sorted(steps(folder).items())] == [2, 2, 4, 4, 4, 4]
     accepted, refused = acks(folder).values()
-    assert accepted.accepted and accepted.data == {"micro_batch_size": 4}
-    assert not refused.accepted and "3" in refused.reason
+    assert accepted.accepted
+    assert accepted.data == {"micro_batch_size": 4}
+    assert not refused.accepted
+    assert "3" in refused.reason
     for step, record in steps(folder).items():
         assert record.loss == pytest.approx(steps(tmp_path / "plain")[step].loss, rel=1e-12)
 
@@ -109,7 +110,8 @@ def test_checkpoint_on_request_is_kept_beside_the_newest(corpus: Path, tmp_path:
     assert train(tiny_run(corpus, checkpoint={"every_steps": 1, "keep": 1}), tmp_path, "--quiet") == 0
     (ack,) = acks(tmp_path).values()
     path = Path(ack.data["path"])
-    assert path.is_absolute() and open_checkpoint(path).manifest.step == 1
+    assert path.is_absolute()
+    assert open_checkpoint(path).manifest.step == 1
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000001", f"step-{NUM_STEPS:08d}"]
 
@@ -123,7 +125,8 @@ def test_roll_back_repeats_history_at_another_rate(corpus: Path, tmp_path: Path,
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 3, 4, 5, 6]
     assert [r.loss for r in records[2:5]] == [r.loss for r in records[5:8]]
     (ack,) = acks(tmp_path).values()
-    assert ack.accepted and ack.data == {"from_step": 5, "to_step": 2}
+    assert ack.accepted
+    assert ack.data == {"from_step": 5, "to_step": 2}
     (note,) = events(tmp_path, "note")
     assert "rolled back from step 5 to 2" in note.data["text"]
 
@@ -161,8 +164,10 @@ def test_impossible_roll_backs_are_refused(corpus: Path, tmp_path: Path, during:
     })  # fmt: skip
     assert train(tiny_run(corpus), folder, "--quiet") == 0
     missing, mismatched = acks(folder).values()
-    assert not missing.accepted and "not a whole checkpoint" in missing.reason
-    assert not mismatched.accepted and "weight_decay" in mismatched.reason
+    assert not missing.accepted
+    assert "not a whole checkpoint" in missing.reason
+    assert not mismatched.accepted
+    assert "weight_decay" in mismatched.reason
     assert len(trajectory(folder)) == NUM_STEPS
 
 
@@ -172,8 +177,9 @@ def test_stop_ends_at_a_checkpoint_and_the_same_command_goes_on(corpus: Path, tm
     folder = tmp_path / "stopped"
     during({3: lambda: ask(folder, Stop())})
     assert train(config, folder, "--quiet") == 75
-    outcome = read_outcome(folder)
-    assert outcome and outcome.kind == "interrupted" and outcome.num_steps == 3
+    outcome = outcome_of(folder)
+    assert outcome.kind == "interrupted"
+    assert outcome.num_steps == 3
     assert events(folder, "end")[0].data["exit_code"] == 75
     assert train(config, folder, "--quiet") == 0
     assert trajectory(folder) == trajectory(tmp_path / "plain")
@@ -195,7 +201,9 @@ def test_request_answered_before_a_kill_is_not_applied_twice(
     assert not acks(tmp_path)
     assert train(config, tmp_path, "--quiet") == 0
     (ack,) = acks(tmp_path).values()
-    assert ack.accepted and ack.step == 1 and ack.data == {"repeated": True}
+    assert ack.accepted
+    assert ack.step == 1
+    assert ack.data == {"repeated": True}
     assert len(events(tmp_path, "note")) == 1
     assert rates(tmp_path)[1:] == [0.005] * 5
 

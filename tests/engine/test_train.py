@@ -27,7 +27,7 @@ from engine.signals import SignalWatch
 from engine.step import Stepper, StepResult
 from engine.train import main
 from engine.trainer import Trainer
-from tests.engine.runs import NUM_STEPS, events, steps, tiny_run, train, trajectory, write_corpus
+from tests.engine.runs import NUM_STEPS, events, outcome_of, steps, tiny_run, train, trajectory, write_corpus
 
 pytestmark = pytest.mark.unit
 
@@ -82,23 +82,32 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Non
 
 
 def test_outcome_says_what_was_measured(whole: Path) -> None:
-    outcome = read_outcome(whole)
-    assert outcome is not None
+    outcome = outcome_of(whole)
     assert (outcome.kind, outcome.num_steps, outcome.num_tokens) == ("ok", NUM_STEPS, NUM_STEPS * 64)
-    assert outcome.held_out_loss and outcome.held_out_bits_per_byte and outcome.train_loss
-    assert outcome.tokens_per_second and outcome.step_seconds and outcome.cpu_seconds and outcome.wall_seconds
-    assert outcome.max_resident_bytes and outcome.num_parameters and outcome.corpus_hash
+    assert outcome.held_out_loss
+    assert outcome.held_out_bits_per_byte
+    assert outcome.train_loss
+    assert outcome.tokens_per_second
+    assert outcome.step_seconds
+    assert outcome.cpu_seconds
+    assert outcome.wall_seconds
+    assert outcome.max_resident_bytes
+    assert outcome.num_parameters
+    assert outcome.corpus_hash
     assert outcome.environment["torch"] == torch.__version__
     assert [record.timed for _, record in sorted(steps(whole).items())] == [False, False, True, True, True, True]
     (start,), (end,) = events(whole, "start"), events(whole, "end")
-    assert start.data["num_steps"] == NUM_STEPS and start.data["resumed_from"] is None
-    assert end.data["outcome"] == "ok" and end.data["exit_code"] == 0
+    assert start.data["num_steps"] == NUM_STEPS
+    assert start.data["resumed_from"] is None
+    assert end.data["outcome"] == "ok"
+    assert end.data["exit_code"] == 0
 
 
 def test_memory_step_counts_the_state_and_changes_no_number(corpus: Path, whole: Path, tmp_path: Path) -> None:
     assert train(tiny_run(corpus, runtime={"measure_memory": True}), tmp_path, "--quiet") == 0
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.num_parameters and outcome.peak_memory_bytes
+    outcome = outcome_of(tmp_path)
+    assert outcome.num_parameters
+    assert outcome.peak_memory_bytes
     # Weights, gradients and both moments, in fp64.
     assert outcome.peak_memory_bytes > 4 * 8 * outcome.num_parameters
     assert trajectory(tmp_path) == trajectory(whole)
@@ -143,14 +152,12 @@ def test_resume_repeats_the_uninterrupted_run(
     seen_batches.clear()
     config = tiny_run(corpus)
     assert train(config.changed(runtime=config.runtime.changed(stop_after_steps=3)), tmp_path / "cut", "--quiet") == 0
-    cut = read_outcome(tmp_path / "cut")
-    assert cut and cut.num_steps == 3
+    assert outcome_of(tmp_path / "cut").num_steps == 3
     assert train(config, tmp_path / "cut", "--quiet") == 0
     assert trajectory(tmp_path / "cut") == trajectory(whole)
     assert len(seen_batches) == NUM_STEPS
     assert all(torch.equal(a, b) for a, b in zip(seen_batches, uninterrupted, strict=True))
-    resumed, complete = read_outcome(tmp_path / "cut"), read_outcome(whole)
-    assert resumed and complete and resumed.held_out_loss == complete.held_out_loss
+    assert outcome_of(tmp_path / "cut").held_out_loss == outcome_of(whole).held_out_loss
 
 
 def test_kill_dash_nine_loses_nothing_before_the_checkpoint(corpus: Path, whole: Path, tmp_path: Path) -> None:
@@ -186,10 +193,9 @@ def test_half_written_and_damaged_checkpoints_are_passed_over(corpus: Path, whol
 
 def test_finished_run_trains_nothing_and_keeps_its_measurements(corpus: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    before = read_outcome(tmp_path)
+    before = outcome_of(tmp_path)
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 0
-    after = read_outcome(tmp_path)
-    assert before and after
+    after = outcome_of(tmp_path)
     for name in ("held_out_loss", "tokens_per_second", "train_loss", "num_steps"):
         assert getattr(after, name) == getattr(before, name)
 
@@ -203,9 +209,10 @@ def test_checkpoint_of_another_run_is_refused_with_the_difference(
     message = capsys.readouterr().err
     assert "hyperparameters.weight_decay is 0.1 there and 0.3 here" in message
     assert "model.ffn_size is 32 there and 48 here" in message
-    assert "hint:" in message and "Traceback" not in message
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "ok", "a refused start leaves a finished run's result alone"
+    assert "hint:" in message
+    assert "Traceback" not in message
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "ok", "a refused start leaves a finished run's result alone"
 
 
 # ----------------------------------------------------------------------------------------------------------- branches
@@ -221,8 +228,9 @@ def branch(corpus: Path, whole: Path, folder: Path, **options: Any) -> list[floa
 def test_branch_at_scale_one_is_the_run_itself(corpus: Path, whole: Path, tmp_path: Path) -> None:
     branch(corpus, whole, tmp_path, learning_rate_scale=1.0)
     assert trajectory(tmp_path) == trajectory(whole)[2:5]
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "ok" and outcome.held_out_loss
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "ok"
+    assert outcome.held_out_loss
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -247,8 +255,9 @@ def test_signal_ends_at_a_checkpoint(
     with monkeypatch.context() as patch:
         at_step(patch, 2, lambda: os.kill(os.getpid(), number))
         assert train(tiny_run(corpus), tmp_path, "--quiet") == code
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "interrupted" and outcome.num_steps == 2
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "interrupted"
+    assert outcome.num_steps == 2
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 0
     assert trajectory(tmp_path) == trajectory(whole)
 
@@ -263,8 +272,8 @@ def test_second_signal_ends_at_once(corpus: Path, tmp_path: Path, monkeypatch: p
 
     at_step(monkeypatch, 2, twice)
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 143
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "interrupted"
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "interrupted"
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -284,8 +293,10 @@ def test_failure_in_a_step_becomes_a_typed_outcome(
 ) -> None:
     at_step(monkeypatch, 2, action)
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 1
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == kind and outcome.detail and outcome.num_steps == 1
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == kind
+    assert outcome.detail
+    assert outcome.num_steps == 1
     assert json.loads((tmp_path / "failures" / "rank0.json").read_text())["kind"] == kind
     assert events(tmp_path, "end")[0].data["outcome"] == kind
 
@@ -297,8 +308,9 @@ def test_weights_that_are_not_finite_end_as_nan(corpus: Path, tmp_path: Path) ->
         runtime={"max_skipped_steps": 3},
     )
     assert train(config, tmp_path, "--quiet") == 1
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "nan" and outcome.num_skipped_steps == 3
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "nan"
+    assert outcome.num_skipped_steps == 3
     assert [record.skipped for _, record in sorted(steps(tmp_path).items())][-3:] == [True] * 3
 
 
@@ -306,8 +318,9 @@ def test_divergence_is_told_from_a_bad_start(corpus: Path, tmp_path: Path) -> No
     wild = {"learning_rate": 3.0, "schedule": "constant", "warmup_ratio": 0.0, "clip_norm": None}
     config = tiny_run(corpus, hyperparameters=wild, workload={"total_tokens": 64 * 60})
     assert train(config, tmp_path, "--quiet") == 1
-    outcome = read_outcome(tmp_path)
-    assert outcome and outcome.kind == "diverged" and outcome.num_steps < 60
+    outcome = outcome_of(tmp_path)
+    assert outcome.kind == "diverged"
+    assert outcome.num_steps < 60
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -327,7 +340,8 @@ def test_progress_and_json(corpus: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert lines[-1].startswith("ok: 6 steps")
     assert train(tiny_run(corpus), tmp_path, "--json", "--evaluate-only") == 0
     outcome = json.loads(capsys.readouterr().out)
-    assert outcome["kind"] == "ok" and outcome["num_steps"] == NUM_STEPS
+    assert outcome["kind"] == "ok"
+    assert outcome["num_steps"] == NUM_STEPS
 
 
 def test_evaluate_only_writes_nothing(corpus: Path, whole: Path, tmp_path: Path) -> None:
@@ -342,9 +356,11 @@ def test_user_error_is_one_message_and_an_outcome(
 ) -> None:
     assert train(tiny_run(tmp_path / "missing"), tmp_path / "run") == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and "hint:" in message and "Traceback" not in message
-    outcome = read_outcome(tmp_path / "run")
-    assert outcome and outcome.kind == "user"
+    assert message.startswith("error: ")
+    assert "hint:" in message
+    assert "Traceback" not in message
+    outcome = outcome_of(tmp_path / "run")
+    assert outcome.kind == "user"
     assert main([str(tmp_path / "nothing.yaml")]) == 2
     assert train(tiny_run(corpus, plan={"micro_batch_size": 3}), tmp_path / "rule") == 2
     assert train(tiny_run(corpus, plan={"dp_shard": 2}), tmp_path / "world") == 2
