@@ -253,8 +253,8 @@ def test_micro_batch_rules_agree_with_torch(schedule: str) -> None:
     names |= {"zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV", "1f1b": "1F1B", "gpipe": "GPipe"}
     stages = 1 if schedule in ("gpipe", "1f1b") else 2
     context = RuleContext(ModelSpec(**(MODEL | {"num_layers": 16})))
-    for pp in (2, 3, 4):
-        for micro_batches in range(1, 13):
+    for pp in (2, 3):
+        for micro_batches in range(1, 8):
             plan = Plan(pp=pp, schedule=schedule, virtual_stages=stages)  # type: ignore[arg-type]
             found = violations(context, plan_table([(plan, micro_batches, 64)]), scopes=("universal",))
             legal = not any(flags[0] for flags in found.values())
