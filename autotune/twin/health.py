@@ -28,11 +28,7 @@ NON_FINITE_WINDOW = 20
 STALL_SECONDS = 30.0
 STALL_STEPS = 20.0
 
-FindingKind = Literal[
-    "spike", "persistent_spike", "plateau", "divergence", "throughput_drop", "non_finite", "stall"
-]
-SEVERE: frozenset[FindingKind] = frozenset({"divergence", "persistent_spike"})
-"""Findings that call for a rollback."""
+FindingKind = Literal["spike", "persistent_spike", "plateau", "divergence", "throughput_drop", "non_finite", "stall"]
 
 
 class Finding(Schema):
@@ -126,18 +122,24 @@ def find_divergence(history: History) -> list[Finding]:
     recent_bad = int(_non_finite(history)[-NON_FINITE_WINDOW:].sum())
     if recent_bad >= NON_FINITE_LIMIT:
         return [_finding("divergence", step, f"non-finite of {NON_FINITE_WINDOW} steps", recent_bad, NON_FINITE_LIMIT)]
-    losses = history.loss[np.isfinite(history.loss)]
-    if len(losses) < 2 * SMOOTHING_STEPS:
+    medians, sigmas = _smoothed(history)
+    if len(medians) < 2:
         return []
-    whole = losses[len(losses) % SMOOTHING_STEPS :].reshape(-1, SMOOTHING_STEPS)
-    medians, sigmas = median_and_sigma(whole)
     best = float(medians.min())
     fallen = max(float(medians[0]) - best, 0.0)
     threshold = best + max(8.0 * float(np.median(sigmas)), 0.1 * best, 0.25 * fallen)
     if medians[-1] <= threshold:
         return []
-    since = int(history.step[-1]) - SMOOTHING_STEPS * int(len(medians) - 1 - np.argmin(medians))
+    since = best_step(history)
     return [_finding("divergence", step, "smoothed loss (nats)", float(medians[-1]), threshold, since=since)]
+
+
+def best_step(history: History) -> int:
+    """The step at which the smoothed loss was lowest: what came after it led nowhere better."""
+    medians, _ = _smoothed(history)
+    if not len(medians):
+        return 0
+    return int(history.step[-1]) - SMOOTHING_STEPS * int(len(medians) - 1 - np.argmin(medians))
 
 
 def find_plateau(history: History) -> list[Finding]:
@@ -198,6 +200,13 @@ def _finding(
 
 def _non_finite(history: History) -> npt.NDArray[np.bool_]:
     return history.skipped | ~np.isfinite(history.loss)
+
+
+def _smoothed(history: History) -> tuple[Floats, Floats]:
+    """Medians and spreads of whole groups of ``SMOOTHING_STEPS`` finite losses, counted from the end."""
+    losses = history.loss[np.isfinite(history.loss)]
+    groups = losses[len(losses) % SMOOTHING_STEPS :].reshape(-1, SMOOTHING_STEPS)
+    return median_and_sigma(groups) if len(groups) else (losses[:0], losses[:0])
 
 
 def _log(values: Floats) -> Floats:

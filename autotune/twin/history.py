@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float64]
 
 _COLUMNS = (
     "step", "tokens", "time", "loss", "learning_rate", "scale", "grad_norm", "step_seconds", "micro_batch_size",
-    "skipped", "timed",
+    "skipped", "timed", "memory_bytes",
 )  # fmt: skip
 
 
@@ -34,9 +34,7 @@ class History:
     def append(self, record: StepRecord) -> None:
         """Add a step; later steps that are already known were taken back by a rollback or a resume, and are dropped."""
         if self._length and record.step <= self._data[0, self._length - 1]:
-            kept = int(np.searchsorted(self.step, record.step))
-            self.num_superseded += self._length - kept
-            self._length = kept
+            self.cut_after(record.step - 1)
         if self._length == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
         nan = float("nan")
@@ -52,8 +50,15 @@ class History:
             record.micro_batch_size,
             record.skipped,
             record.timed,
+            nan if record.memory_bytes is None else record.memory_bytes,
         )
         self._length += 1
+
+    def cut_after(self, step: int) -> None:
+        """Take back all steps later than ``step``."""
+        kept = int(np.searchsorted(self.step, step, side="right"))
+        self.num_superseded += self._length - kept
+        self._length = kept
 
     def _column(self, name: str) -> Floats:
         return self._data[_COLUMNS.index(name), : self._length]
@@ -112,3 +117,8 @@ class History:
     def timed(self) -> npt.NDArray[np.bool_]:
         """Whether the step counts for speed."""
         return self._column("timed") > 0
+
+    @property
+    def memory_bytes(self) -> Floats:
+        """Memory in use; NaN where it was not told."""
+        return self._column("memory_bytes")

@@ -18,7 +18,7 @@ from autotune.twin.throughput import StepTime, step_time
 from engine.config import RunConfig
 from engine.schedule import learning_rate_at
 from engine.schema import Schema
-from engine.telemetry import StepRecord
+from engine.telemetry import AckRecord, EventRecord, StepRecord
 
 NUM_BINS = 48
 """Segments that the history is averaged into before fitting."""
@@ -89,10 +89,19 @@ class Twin:
         """Steps to the end of the run."""
         return max(self.config.num_steps - self.step, 0)
 
-    def update(self, records: Iterable[StepRecord]) -> None:
-        """Take in new steps; refit when there are enough of them."""
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory in use, as the last step said; None when it did not."""
+        known = self.history.memory_bytes[-1:]
+        return int(known[0]) if len(known) and np.isfinite(known[0]) else None
+
+    def update(self, records: Iterable[StepRecord | EventRecord | AckRecord]) -> None:
+        """Take in new telemetry; refit when there are enough new steps."""
         for record in records:
-            self.history.append(record)
+            if isinstance(record, StepRecord):
+                self.history.append(record)
+            elif isinstance(record, AckRecord) and "to_step" in record.data:
+                self.history.cut_after(record.data["to_step"])
         if self._num_fitted > len(self.history):  # rolled back
             self._num_fitted, self._past, self.law = 0, [], None
         num_steps = int((self.history.step > self.num_warmup_steps).sum())

@@ -1,0 +1,155 @@
+"""Judging a proposal before it touches the run, or in short turns on it.
+
+Learning rates are compared in shadow forks over the same batches, annealed at the end, by the loss on the same held-out
+documents: random numbers are common, so the differences are far less noisy than the losses. Every trial spends a share
+of one error budget, so that looking again and again does not add up to false alarms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from autotune.twin.history import Floats
+from engine.outcome import OutcomeKind
+from engine.schema import Schema
+
+ERROR_BUDGET = 0.05
+"""Chance of ever accepting a change that has no effect, over all trials of a run."""
+MIN_GAIN_RATIO = 0.003
+"""Held-out loss must fall by at least this share, however small the noise."""
+MIN_SPEED_UP = 0.02
+"""A micro-batch must be faster by at least this share."""
+
+
+class ArmResult(Schema):
+    """One fork."""
+
+    factor: float
+    """Learning-rate scale over the present one; 1 for the reference."""
+    outcome: OutcomeKind
+    """How it ended."""
+    detail: str = ""
+    """Why, where it failed."""
+    held_out_loss: float | None = None
+    """Nats per token at its end, after annealing."""
+    losses: tuple[float, ...] = ()
+    """Training losses of its steps (nats per token): fresh batches, the same ones in every fork."""
+
+
+class Comparison(Schema):
+    """One fork against the reference."""
+
+    factor: float
+    """Learning-rate scale over the present one."""
+    difference: float | None
+    """Held-out loss minus the reference's (nats); null where one of them failed."""
+    handicap: float = 0.0
+    """Progress that the short trial hides, added to the difference."""
+    margin: float | None = None
+    """How far below zero the sum must lie."""
+    accepted: bool
+    """Whether it does."""
+
+
+def error_share(index: int, budget: float = ERROR_BUDGET) -> float:
+    """Share of the error budget for trial ``index`` (from 0); all shares together are the budget."""
+    return budget / ((index + 1) * (index + 2))
+
+
+def judge(results: Sequence[ArmResult], *, index: int, handicaps: Mapping[float, float]) -> list[Comparison]:
+    """Compare every fork with the reference (factor 1).
+
+    Args:
+        results: The reference and the other arms.
+        index: How many trials this run has had before.
+        handicaps: By factor, progress to the end of the run that the arm would lose and the trial cannot show (nats).
+            Short trials flatter slow rates; negative values count as none, so that a fast rate has to win by itself.
+    """
+    reference = next((result for result in results if result.factor == 1.0), None)
+    arms = [result for result in results if result.factor != 1.0]
+    alpha = error_share(index) / max(len(arms), 1)
+    return [compare(reference, arm, alpha=alpha, handicap=max(handicaps.get(arm.factor, 0.0), 0.0)) for arm in arms]
+
+
+def compare(reference: ArmResult | None, arm: ArmResult, *, alpha: float, handicap: float = 0.0) -> Comparison:
+    """Whether the arm's held-out loss is lower by more than noise and handicap.
+
+    The noise is told from the paired training losses of the fork's second half: they are differences on fresh batches,
+    corrected for their autocorrelation, and they must have fallen as well.
+    """
+    if reference is None or reference.held_out_loss is None or arm.held_out_loss is None:
+        return Comparison(factor=arm.factor, difference=None, accepted=False)
+    difference = arm.held_out_loss - reference.held_out_loss
+    length = min(len(reference.losses), len(arm.losses))
+    paired = np.array(arm.losses[length // 2 : length]) - np.array(reference.losses[length // 2 : length])
+    if len(paired) < 4:
+        return Comparison(factor=arm.factor, difference=difference, handicap=handicap, accepted=False)
+    error, freedom = _standard_error(paired)
+    margin = max(_t_quantile(1 - alpha, freedom) * error, MIN_GAIN_RATIO * reference.held_out_loss)
+    accepted = difference + handicap < -margin and float(paired.mean()) < 0
+    return Comparison(factor=arm.factor, difference=difference, handicap=handicap, margin=margin, accepted=accepted)
+
+
+def best_of(comparisons: Sequence[Comparison]) -> Comparison | None:
+    """The accepted arm that gains most; None when none was accepted."""
+    accepted = [one for one in comparisons if one.accepted and one.difference is not None]
+    return min(accepted, key=lambda one: (one.difference or 0.0) + one.handicap, default=None)
+
+
+class SpeedComparison(Schema):
+    """A micro-batch against the present one."""
+
+    speed_up: float
+    """Step time before over after, minus one."""
+    lower_bound: float
+    """Lower end of its interval."""
+    accepted: bool
+    """Whether the lower end is above ``MIN_SPEED_UP``."""
+
+
+def judge_blocks(seconds: Sequence[tuple[bool, float]], *, alpha: float = ERROR_BUDGET) -> SpeedComparison:
+    """Judge turns A B B A ... on the live run.
+
+    Args:
+        seconds: For each turn whether it ran the new setting (B), and its median step time. Neighbours A B and B A
+            are pairs, so a drift of the machine's speed cancels.
+        alpha: Chance of accepting a setting that is no faster.
+    """
+    pairs = [
+        math.log(first[1] / second[1]) * (1.0 if second[0] else -1.0)
+        for first, second in zip(seconds[::2], seconds[1::2], strict=True)
+    ]
+    values = np.array(pairs)
+    error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.inf
+    bound = float(values.mean()) - _t_quantile(1 - alpha, len(values) - 1) * error
+    return SpeedComparison(
+        speed_up=math.expm1(float(values.mean())),
+        lower_bound=math.expm1(bound),
+        accepted=bound > math.log1p(MIN_SPEED_UP),
+    )
+
+
+def turns(num_blocks: int) -> list[bool]:
+    """Whether each turn runs the new setting: A B B A A B B A ..."""
+    return [(block + 1) // 2 % 2 == 1 for block in range(num_blocks)]
+
+
+def _standard_error(values: Floats) -> tuple[float, float]:
+    """Standard error of the mean of autocorrelated values, and its degrees of freedom."""
+    centred = values - values.mean()
+    variance = float(centred @ centred) / (len(values) - 1)
+    lagged = sum(a * b for a, b in pairwise(centred.tolist()))
+    correlation = min(max(lagged / max(variance * (len(values) - 1), 1e-30), 0.0), 0.9)
+    # Effective number of values of a first-order autoregressive series.
+    effective = max(len(values) * (1 - correlation) / (1 + correlation), 3.0)
+    return math.sqrt(variance / effective), effective - 1
+
+
+def _t_quantile(level: float, freedom: float) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, level))

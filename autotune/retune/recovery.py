@@ -1,0 +1,81 @@
+"""A run that ended because it diverged, or because a change under trial took too much memory, is brought back: the
+request waits in its inbox when it is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.retune.actions import Proposal, TryMicroBatch
+from autotune.retune.ledger import Ledger, recall
+from autotune.retune.live import held_checkpoints
+from autotune.retune.policy import choose_recovery
+from autotune.twin.health import best_step
+from autotune.twin.twin import Twin
+from engine.config import RunConfig
+from engine.control import ChangeRequest, RollBack, SetMicroBatch, send_request
+from engine.outcome import Outcome
+from engine.telemetry import read_telemetry
+
+
+def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
+    """Ask for what may bring the run back.
+
+    Args:
+        folder: The job's folder, with its ledger.
+        config: The job's configuration.
+        outcome: How it ended.
+
+    Returns:
+        Whether it should be started again.
+    """
+    ledger = Ledger(folder)
+    memory = recall(ledger.entries())
+    if memory.is_handed_over:
+        return False
+    if outcome.kind == "oom" and memory.open_proposal is not None:
+        proposal = Proposal.model_validate(memory.open_proposal.data)
+        if not isinstance(proposal.action, TryMicroBatch):
+            return False
+        change = SetMicroBatch(micro_batch_size=proposal.action.present_size)
+        send_request(folder, ChangeRequest(change=change, reason="out of memory"))
+        ledger.append(
+            "decision",
+            outcome.num_steps,
+            "left as it is: the run ran out of memory",
+            proposal_id=proposal.proposal_id,
+            action="micro_batch",
+            accepted=False,
+            micro_batch_size=proposal.action.micro_batch_size,
+        )
+        return True
+    if outcome.kind not in ("diverged", "nan"):
+        return False
+    twin = Twin(config)
+    twin.update(read_telemetry(folder))
+    recovery = choose_recovery(
+        memory,
+        outcome.kind,
+        scale=twin.scale,
+        step=twin.step,
+        since_step=best_step(twin.history),
+        held=held_checkpoints(folder),
+    )
+    if recovery is None:
+        text = f"the run ended as {outcome.kind} and nothing is left to try, please look at it"
+        ledger.append("hand_over", twin.step, text)
+        return False
+    roll_back = RollBack(checkpoint=recovery.checkpoint, scale=recovery.scale, skip_steps=recovery.skip_steps)
+    request = ChangeRequest(change=roll_back, reason=outcome.detail)
+    send_request(folder, request)
+    ledger.append(
+        "roll_back",
+        twin.step,
+        f"{outcome.kind} at step {twin.step}: started again from {Path(recovery.checkpoint).name}"
+        f" with learning-rate scale {recovery.scale:.4g}",
+        proposal_id=memory.watched.proposal_id if memory.watched else None,
+        cause=outcome.kind,
+        accepted=True,
+        change=roll_back.to_data(),
+        change_id=request.change_id,
+    )
+    return True
