@@ -17,7 +17,7 @@ GLOBAL_BATCH = 4
 NUM_STEPS = 6
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32,
-    "vocab_size": 257, "max_positions": LENGTH,
+    "vocab_size": 258, "max_positions": LENGTH,
 }  # fmt: skip
 
 

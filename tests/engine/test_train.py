@@ -126,7 +126,7 @@ def test_held_out_loss_is_exact(corpus: Path, whole: Path, capsys: pytest.Captur
     )
     evaluation = trainer.evaluate()
     sequences = prepare_corpus(config.workload.data).held_out.sequences(config.workload.sequence_length)
-    stepper = Stepper.build(config, open_context(config.plan, config.runtime), 257)
+    stepper = Stepper.build(config, open_context(config.plan, config.runtime), 258)
     total, num_valid = 0.0, 0
     with torch.no_grad():
         for number in range(len(sequences)):
