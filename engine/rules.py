@@ -285,13 +285,8 @@ def _explain_layers(c: RuleContext, r: SimpleNamespace) -> tuple[str, str]:
     )
 
 
-def _least_micro_batches(pp: Any, schedule: Any) -> Any:
-    """Micro-batches per step below which a schedule can't keep its order, for columns or for one row."""
-    return np.where(pp == 1, 1, np.select([schedule == "1f1b", schedule == "dualpipev"], [pp, 2 * pp], 1))
-
-
-def _explain_micro_batches(c: RuleContext, r: SimpleNamespace) -> tuple[str, str]:
-    needed = int(_least_micro_batches(r.pp, r.schedule))
+def _explain_few(c: RuleContext, r: SimpleNamespace, needed: int) -> tuple[str, str]:
+    """Message and hint for a pipeline with fewer than ``needed`` micro-batches."""
     return (
         f"the schedule {r.schedule} with pp {r.pp} needs {needed} or more micro-batches per step, global_batch_size"
         f" {r.global_batch_size} makes {r.num_micro_batches} on each data-parallel rank",
@@ -324,9 +319,9 @@ _PIPELINE_RULES = (
     ),
     _universal(
         "pp.micro_batches",
-        "1f1b needs at least pp micro-batches, dualpipev 2 * pp",
-        lambda c, t: t["num_micro_batches"] < _least_micro_batches(t["pp"], t["schedule"]),
-        _explain_micro_batches,
+        "dualpipev needs at least 2 * pp micro-batches",
+        lambda c, t: (t["pp"] > 1) & (t["schedule"] == "dualpipev") & (t["num_micro_batches"] < 2 * t["pp"]),
+        lambda c, r: _explain_few(c, r, 2 * r.pp),
     ),
     _universal(
         "schedule.whole_rounds",
@@ -627,6 +622,13 @@ _PLAN_RULES = (
         lambda c, t: (t["pp"] > 1) & ((t["schedule"] != "1f1b") | (t["virtual_stages"] > 1)),
         "the pipeline schedule {r.schedule} with virtual_stages {r.virtual_stages}",
         "set schedule to 1f1b and virtual_stages to 1",
+    ),
+    Rule(
+        "engine.micro_batches",
+        "engine",
+        "1f1b has at least pp micro-batches (other stacks take fewer)",
+        lambda c, t: (t["pp"] > 1) & (t["schedule"] == "1f1b") & (t["num_micro_batches"] < t["pp"]),
+        lambda c, r: _explain_few(c, r, r.pp),
     ),
     _plan_rule(
         "zero_stage",
