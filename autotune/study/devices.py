@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.specs import machine
 from autotune.specs.cluster import ClusterSpec
 from engine.atomic import make_folder
 
@@ -26,8 +27,8 @@ class Devices:
     """Devices that one trial uses alone."""
 
     ids: tuple[int, ...]
-    cores: tuple[int, ...] = ()
-    """CPU cores that go with them; empty where processes can't be pinned."""
+    cpus: tuple[int, ...] = ()
+    """Logical CPUs that go with them; empty where processes can't be pinned."""
 
 
 class DevicePool:
@@ -42,7 +43,7 @@ class DevicePool:
         self.num_devices = cluster.num_devices
         self._kind = cluster.device
         self._folder = make_folder(lock_folder or Path(tempfile.gettempdir()) / f"paretune-devices-{os.getuid()}")
-        self._cores = _cores_by_device(cluster)
+        self._cpus = _cpus_by_device(cluster)
         self._held: dict[int, int] = {}
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
@@ -87,7 +88,7 @@ class DevicePool:
                 os.close(handle)
             return None
         self._held |= taken
-        return Devices(tuple(taken), tuple(core for device in taken for core in self._cores.get(device, ())))
+        return Devices(tuple(taken), tuple(cpu for device in taken for cpu in self._cpus.get(device, ())))
 
     def _lock(self, device: int) -> int | None:
         handle = os.open(self._folder / f"{self._kind}-{device}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -99,12 +100,15 @@ class DevicePool:
         return handle
 
 
-def _cores_by_device(cluster: ClusterSpec) -> dict[int, tuple[int, ...]]:
-    """The cores of each device: those this process may use, dealt out in equal runs."""
-    if not hasattr(os, "sched_getaffinity"):
+def _cpus_by_device(cluster: ClusterSpec) -> dict[int, tuple[int, ...]]:
+    """The CPUs of each device: those this process may use, dealt out by physical core in equal runs (by CPU where there
+    are fewer cores than devices)."""
+    if not hasattr(os, "sched_setaffinity"):
         return {}
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // cluster.num_devices
-    if each == 0:  # more devices than cores: nothing to deal out
-        return {}
-    return {device: tuple(cores[device * each : (device + 1) * each]) for device in range(cluster.num_devices)}
+    cpus = machine.usable_cpus()
+    groups = machine.cpus_by_core(cpus)
+    if len(groups) < cluster.num_devices:
+        groups = [[cpu] for cpu in cpus]
+    each = len(groups) // cluster.num_devices
+    runs = [groups[device * each : (device + 1) * each] for device in range(cluster.num_devices)]
+    return {device: tuple(cpu for group in run for cpu in group) for device, run in enumerate(runs)}

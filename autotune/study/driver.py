@@ -10,18 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import psutil
-
 from autotune.space.space import TrialLimits
+from autotune.specs.machine import memory_limit_bytes
 from autotune.study.devices import DevicePool, Devices
-from autotune.study.runner import Stop, run_trial
+from autotune.study.runner import MEMORY_SHARE, Stop, run_trial
 from autotune.study.study import Assignment, Nothing, Study
 from engine.config import RunConfig
 from engine.outcome import Outcome
 
 WAIT_SECONDS = 0.5
-MEMORY_SHARE = 0.9
-"""Part of the machine's memory that all trials together may use."""
 NUM_INFRA_RETRIES = 1
 """A trial hit by a fault of the machine is run again so often."""
 
@@ -164,4 +161,4 @@ def with_memory_share(limits: TrialLimits, config: RunConfig, num_devices: int) 
     if limits.memory_bytes is not None:
         return limits
     share = min(1.0, config.plan.world_size / num_devices)
-    return limits.changed(memory_bytes=int(psutil.virtual_memory().total * MEMORY_SHARE * share))
+    return limits.changed(memory_bytes=int(memory_limit_bytes() * MEMORY_SHARE * share))

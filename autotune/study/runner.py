@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import psutil
-
 import engine
 from autotune.space.space import TrialLimits
+from autotune.specs.machine import memory_limit_bytes
 from autotune.study.devices import Devices
 from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
 from engine.atomic import make_folder, write_text
@@ -42,6 +41,8 @@ from engine.units import format_bytes, format_duration
 RUN_FILE = "run.yaml"
 STDOUT_FILE = "stdout.log"
 
+MEMORY_SHARE = 0.9
+"""Part of the machine's memory that trials may use."""
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5
 """Time between looks at memory and telemetry."""
@@ -200,7 +201,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     # torchrun passes SIGTERM on to its ranks; a single process needs no such courtesy.
     death_signal = signal.SIGTERM if config.plan.world_size > 1 else signal.SIGKILL
-    cores = ",".join(map(str, devices.cores)) if devices else ""
+    cpus = ",".join(map(str, devices.cpus)) if devices else ""
     root = str(Path(engine.__file__).parents[1])
     environment = os.environ | {
         MARK: mark,
@@ -211,7 +212,7 @@ def _start(
     }
     if devices is not None and config.runtime.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices.ids))
-    launcher = [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), str(int(death_signal)), cores or "-"]
+    launcher = [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), str(int(death_signal)), cpus or "-"]
     return subprocess.Popen(
         [*launcher, *command],
         cwd=folder,
@@ -229,7 +230,7 @@ def _supervise(child: subprocess.Popen[bytes], watch: _Watch, stop: Callable[[],
     Returns:
         The outcome when it was decided here; None when the child ended by itself.
     """
-    limit_bytes = watch.limits.memory_bytes or int(psutil.virtual_memory().total * 0.9)
+    limit_bytes = watch.limits.memory_bytes or int(memory_limit_bytes() * MEMORY_SHARE)
     next_look = 0.0
     while child.poll() is None:
         asked = stop()

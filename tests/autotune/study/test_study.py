@@ -176,7 +176,9 @@ def test_refused_proposals_teach_and_do_not_count(open_study: OpenStudy) -> None
 def test_changed_space_is_refused_with_the_difference(open_study: OpenStudy) -> None:
     open_study(num_trials=4)
     with pytest.raises(UserError) as raised:
-        open_study("s", "space.hyperparameters.weight_decay=0.2", "workload.total_tokens=300k", "evaluation.max_tokens=1")
+        open_study(
+            "s", "space.hyperparameters.weight_decay=0.2", "workload.total_tokens=300k", "evaluation.max_tokens=1"
+        )
     message = raised.value.message
     assert "added    space.hyperparameters.weight_decay: 0.2" in message
     assert "changed  workload.total_tokens: 200000 -> 300000" in message

@@ -1,0 +1,186 @@
+"""``autotune studies``: list, show and stop studies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autotune.paths import DEFAULT_RUNS, study_folder
+from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from autotune.study.snapshot import StudySnapshot, TrialRow
+
+STOP_TIMEOUT_SECONDS = 120.0
+
+app = typer.Typer(
+    help="List, show and stop studies.", add_completion=False, rich_markup_mode=None, invoke_without_command=True
+)
+
+RunsDir = Annotated[Path, typer.Option(help="Folder of studies and jobs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.")]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One study in a line."""
+
+    name: str
+    state: str
+    """``running``, ``stopped`` or ``done``, or what is wrong with it."""
+    num_finished: int = 0
+    num_asked: int | None = None
+    num_feasible: int = 0
+    created: str = ""
+
+
+@app.callback()
+def _default(context: typer.Context, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
+    """List, show and stop studies. Alone it lists them."""
+    if context.invoked_subcommand is None:
+        list_(runs_dir, as_json)
+
+
+@app.command("list")
+def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
+    """List all studies."""
+    from autotune.study.study_file import STUDY_FILE
+
+    folders = sorted(path.parent for path in (runs_dir / "studies").glob(f"*/{STUDY_FILE}"))
+    summaries = [_summary(folder) for folder in folders]
+    if as_json:
+        print(json.dumps([vars(summary) for summary in summaries], indent=2))
+        return
+    if not summaries:
+        print(f"no studies in {runs_dir / 'studies'}; begin one with: autotune sweep demo")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("study", "state", "trials", "feasible", "created", box=None, header_style="dim")
+    for summary in summaries:
+        asked = f" of {summary.num_asked}" if summary.num_asked is not None else ""
+        trials = f"{summary.num_finished}{asked}"
+        table.add_row(summary.name, summary.state, trials, str(summary.num_feasible), summary.created)
+    Console().print(table)
+
+
+@app.command()
+def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
+    """Show one study: its state, front and trials."""
+    from autotune.study.study import load_snapshot
+
+    folder = study_folder(runs_dir, name)
+    snapshot = load_snapshot(folder)
+    if as_json:
+        print(json.dumps(_data(snapshot), indent=2))
+        return
+    from reports.terminal import front_table
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    summary = _summary_of(snapshot)
+    kinds = Counter(row.outcome.kind for row in snapshot.trials if row.outcome is not None)
+    refused = ", ".join(f"{count} by {rule}" for rule, count in sorted(snapshot.num_refused.items())) or "none"
+    console.print(f"{name}: {summary.state}, created {snapshot.created}", highlight=False)
+    outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none yet"
+    console.print(f"outcomes: {outcomes}; refused proposals: {refused}", highlight=False)
+    labels = [objective.label.lower() for objective in snapshot.objectives]
+    trials = Table("trial", "state", "plan", *labels, box=None, header_style="dim")
+    for row in snapshot.trials:
+        trials.add_row(str(row.number), _state(row), row.plan, *_values(row, snapshot))
+    console.print(trials)
+    console.print(front_table(snapshot))
+
+
+@app.command()
+def stop(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
+    """End a running sweep at its trials' next checkpoints, and wait for it."""
+    from autotune.study.study import is_running, request_stop
+    from autotune.study.study_file import read_study_file
+
+    folder = study_folder(runs_dir, name)
+    read_study_file(folder)
+    was_running = is_running(folder)
+    if was_running:
+        request_stop(folder)
+    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+    while is_running(folder):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"study {name} still runs {STOP_TIMEOUT_SECONDS:.0f} s after it was asked to stop",
+                hint="it ends by itself once its trials do; end its process to force it, no trial is lost",
+            )
+        time.sleep(0.2)
+    if as_json:
+        print(json.dumps({"study": name, "was_running": was_running}))
+    else:
+        print(f"study {name} " + ("stopped; the same sweep goes on where it was" if was_running else "was not running"))
+
+
+def _summary(folder: Path) -> Summary:
+    from autotune.study.study import load_snapshot
+
+    try:
+        return _summary_of(load_snapshot(folder))
+    except UserError as error:  # one damaged study must not hide the others
+        return Summary(folder.name, f"damaged: {error.message}")
+
+
+def _summary_of(snapshot: StudySnapshot) -> Summary:
+    from autotune.study.study import is_running
+
+    counted = [row for row in snapshot.trials if row.repeat_of is None]
+    num_finished = sum(row.outcome is not None for row in counted)
+    asked = snapshot.num_trials_asked
+    state = "stopped"
+    if is_running(snapshot.folder):
+        state = "running"
+    elif asked is not None and num_finished >= asked:
+        state = "done"
+    num_feasible = sum(row.feasible for row in counted)
+    return Summary(snapshot.name, state, num_finished, asked, num_feasible, snapshot.created)
+
+
+def _state(row: TrialRow) -> str:
+    state = row.outcome.kind if row.outcome is not None else row.state
+    return state if row.repeat_of is None else f"{state} (repeats {row.repeat_of})"
+
+
+def _values(row: TrialRow, snapshot: StudySnapshot) -> list[str]:
+    if row.values is None:
+        detail = row.outcome.detail if row.outcome is not None else ""
+        return [detail[:40], *[""] * (len(snapshot.objectives) - 1)]
+    return [objective.text(row.values[objective.name]) for objective in snapshot.objectives]
+
+
+def _data(snapshot: StudySnapshot) -> dict[str, Any]:
+    return {
+        **vars(_summary_of(snapshot)),
+        "folder": str(snapshot.folder),
+        "corpus_hash": snapshot.corpus_hash,
+        "num_refused": snapshot.num_refused,
+        "objectives": [objective.to_data() for objective in snapshot.objectives],
+        "trials": [
+            {
+                "trial": row.number,
+                "state": row.state,
+                "plan": row.plan,
+                "parameters": row.parameters,
+                "values": row.values,
+                "feasible": row.feasible,
+                "attempts": row.attempts,
+                "repeat_of": row.repeat_of,
+                "outcome": row.outcome.to_data() if row.outcome is not None else None,
+            }
+            for row in snapshot.trials
+        ],
+    }

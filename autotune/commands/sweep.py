@@ -1,0 +1,264 @@
+"""``autotune sweep``: run a tuning sweep over layouts and hyperparameters."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autotune.cli import INTERRUPTED_EXIT_CODE
+from autotune.paths import DEFAULT_RUNS, study_folder
+from engine.errors import UserError
+from engine.units import parse_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.commands.sweep_view import SweepView
+    from autotune.space.enumerate import Enumeration
+    from autotune.space.space import Space
+    from autotune.specs.cluster import ClusterSpec
+    from autotune.study.driver import Driver
+    from autotune.study.repeats import RepeatedValue
+    from autotune.study.snapshot import StudySnapshot
+    from autotune.study.study import Nothing, Study
+
+NUM_SHOWN_CANDIDATES = 5
+
+
+def command(
+    space: Annotated[str, typer.Argument(metavar="SPACE.yaml", help="Space file, or the name of a shipped space.")],
+    study: Annotated[str | None, typer.Option(help="Name of the study. [default: the file's stem]")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Trials in total; more extends a study.")] = None,
+    time: Annotated[str | None, typer.Option(help="Start no trial after this time, such as 10m.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Trials at a time, on devices of their own.")] = 1,
+    storage: Annotated[str | None, typer.Option(help="Database address, in place of the study's journal.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Machines, in place of the file's: local, cpu:2, h100x8.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count and show the candidates.")] = False,
+    repeat_best: Annotated[int, typer.Option(min=0, metavar="K", help="Repeat the knee with K other seeds.")] = 0,
+    runs_dir: Annotated[Path, typer.Option(help="Folder of studies and jobs.")] = DEFAULT_RUNS,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a new study. [default: 0]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, progress to stderr.")] = False,
+) -> None:
+    """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
+    from rich.console import Console
+
+    from autotune.space.grammar import load_space
+
+    overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
+    loaded, enumeration = load_space(space, overrides)
+    folder = study_folder(runs_dir, study or Path(space).stem)
+    if dry_run:
+        _print_dry_run(loaded, enumeration, seed or 0, as_json=as_json)
+        return
+    num_trials = trials or loaded.budget.trials
+    seconds = parse_duration(time) if time else loaded.budget.seconds
+    if num_trials is None and seconds is None:
+        raise UserError("the sweep has no budget", hint="give --trials 20 or --time 10m, or 'budget' in the space file")
+    check_machine(loaded.cluster, workers)
+
+    from autotune.commands.sweep_view import SweepView
+    from autotune.study.devices import DevicePool
+    from autotune.study.driver import Driver
+    from autotune.study.study import Study
+
+    console = Console(stderr=as_json)
+    opened = Study.create_or_open(folder, loaded, enumeration, storage_url=storage, num_trials=num_trials, seed=seed)
+    try:
+        view = SweepView(console, opened.snapshot(), num_trials, workers)
+        driver = Driver(opened, DevicePool(loaded.cluster), view, workers, seconds)
+        ending = _drive(driver, view)
+        chosen = None
+        if repeat_best and not driver.is_stopping:
+            chosen = _plan_repeats(opened, repeat_best)
+            driver.time_limit_seconds = None
+            _drive(driver, view)
+        snapshot = opened.snapshot()
+    finally:
+        opened.close()
+    again = shlex.join(["autotune", *sys.argv[1:]])
+    if as_json:
+        print(json.dumps(_result(snapshot, chosen), indent=2))
+    else:
+        _print_end(console, snapshot, ending, chosen, runs_dir, again)
+    if driver.is_stopping:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+    if not any(row.outcome is not None and row.outcome.kind == "ok" for row in snapshot.trials):
+        raise typer.Exit(1)
+
+
+def check_machine(cluster: ClusterSpec, num_workers: int) -> None:
+    """A sweep measures, so the cluster has to be the machine it runs on.
+
+    Raises:
+        UserError: It isn't, or there are more workers than devices.
+    """
+    from autotune.specs.cluster import probe_cluster
+
+    if cluster.num_nodes > 1:
+        raise UserError(
+            f"the cluster {cluster.name} has {cluster.num_nodes} nodes, a sweep's trials run on one machine",
+            hint="sweep one node (--cluster local); --dry-run counts candidates for any cluster",
+        )
+    if cluster.device != "cpu":
+        here = probe_cluster()
+        if here.device != cluster.device or here.num_devices < cluster.num_devices:
+            raise UserError(
+                f"the cluster {cluster.name} is {cluster.describe()}, this machine is {here.describe()}",
+                hint="run the sweep there, or use --cluster local; --dry-run counts candidates for any cluster",
+            )
+    if num_workers > cluster.num_devices:
+        raise UserError(
+            f"{num_workers} workers need {num_workers} devices, the cluster has {cluster.num_devices}",
+            hint=f"use at most --workers {cluster.num_devices}",
+        )
+
+
+def _drive(driver: Driver, view: SweepView) -> Nothing | None:
+    with view.shown(), _stopping(driver, view):
+        return driver.run()
+
+
+@contextmanager
+def _stopping(driver: Driver, view: SweepView) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP ends the sweep at checkpoints, the second at once."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if driver.is_stopping:
+            driver.stop_now()
+            return
+        driver.stop_soon()
+        view.note("stopping: the running trials end at a checkpoint; once more to end them at once")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _plan_repeats(study: Study, count: int) -> int:
+    """Have the knee of the front repeated; its number."""
+    from autotune.apply.select import pick
+
+    number = pick(study.snapshot(), "knee").number
+    study.plan_repeats(number, count)
+    return number
+
+
+def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json: bool) -> None:
+    from autotune.search.bayes import derive_seed, uniform_draws
+
+    draws = itertools.islice(uniform_draws(space, enumeration, derive_seed(seed, "uniform", 0)), 1000)
+    legal = (chosen for chosen in draws if space.candidate(chosen).run is not None)
+    candidates = list(itertools.islice(legal, NUM_SHOWN_CANDIDATES))
+    removed = dict(sorted(enumeration.removed.items(), key=lambda item: -item[1]))
+    if as_json:
+        data = {
+            "name": space.name,
+            "num_combinations": enumeration.num_combinations,
+            "num_legal": enumeration.num_legal,
+            "removed": removed,
+            "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "candidates": candidates,
+        }
+        print(json.dumps(data, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    objectives = ", ".join(objective.label.lower() for objective in space.objectives)
+    console.print(f"{space.name}: {objectives}, on {space.cluster.describe()}", highlight=False)
+    dimensions = Table("searched", "values", box=None, header_style="dim")
+    for dimension in space.dimensions:
+        dimensions.add_row(dimension.name, dimension.describe())
+    console.print(dimensions)
+    console.print(f"\n{enumeration.num_combinations} combinations of plan values, {enumeration.num_legal} are legal")
+    counts = Table("removed by", "combinations", box=None, header_style="dim")
+    for rule, count in removed.items():
+        counts.add_row(rule, str(count))
+    console.print(counts)
+    console.print("\nthe first candidates")
+    for chosen in candidates:
+        run = space.candidate(chosen).run
+        assert run is not None
+        console.print("  " + _one_line(run.plan.describe(), chosen), highlight=False, soft_wrap=True)
+
+
+def _one_line(plan: str, chosen: dict[str, Any]) -> str:
+    from autotune.commands.sweep_view import hyperparameter_texts
+
+    return " ".join([plan, *hyperparameter_texts(chosen)])
+
+
+def _print_end(
+    console: Console, snapshot: StudySnapshot, ending: Nothing | None, chosen: int | None, runs_dir: Path, again: str
+) -> None:
+    from reports.terminal import front_table
+
+    from autotune.study.study import Nothing
+
+    console.print()
+    console.print(front_table(snapshot))
+    if chosen is not None:
+        console.print(f"\ntrial {chosen} repeated with other seeds (mean and 95 % interval):", highlight=False)
+        for value in _repeats(snapshot, chosen):
+            line = f"  {value.objective.label.lower()}: {value.text} ({value.num_repeats} repeats)"
+            console.print(line, highlight=False)
+    if ending is Nothing.EXHAUSTED:
+        console.print("\nevery candidate of the space was tried", highlight=False)
+    where = [] if runs_dir == DEFAULT_RUNS else ["--runs-dir", str(runs_dir)]
+    lines = [f"\nall of it: {snapshot.folder}", "next:"]
+    if any(row.feasible for row in snapshot.trials):
+        apply = ["autotune", "apply", snapshot.name, "--pick", "knee", "-o", "run.yaml"]
+        lines.append("  " + shlex.join([*apply, *where]))
+    lines.append("  " + shlex.join(["autotune", "report", snapshot.name, *where]))
+    if ending is None:
+        lines.append(f"  {again}    goes on where it was")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _repeats(snapshot: StudySnapshot, number: int) -> list[RepeatedValue]:
+    from autotune.study.repeats import repeated_values
+
+    return repeated_values(snapshot, number)
+
+
+def _result(snapshot: StudySnapshot, chosen: int | None) -> dict[str, Any]:
+    """The result of a sweep as plain data."""
+    from autotune.apply.select import front_trials
+
+    kinds = [row.outcome.kind for row in snapshot.trials if row.outcome is not None]
+    result: dict[str, Any] = {
+        "study": snapshot.name,
+        "folder": str(snapshot.folder),
+        "num_trials_asked": snapshot.num_trials_asked,
+        "outcomes": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "num_refused": snapshot.num_refused,
+        "front": [
+            {"trial": row.number, "plan": row.plan, "parameters": row.parameters, "values": row.values}
+            for row in front_trials(snapshot)
+        ],
+    }
+    if chosen is not None:
+        result["repeats"] = {
+            "trial": chosen,
+            "values": {
+                v.objective.name: {"mean": v.mean, "half_width_95": v.half_width, "count": v.num_repeats}
+                for v in _repeats(snapshot, chosen)
+            },
+        }
+    return result

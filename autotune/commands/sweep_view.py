@@ -1,0 +1,188 @@
+"""What a running sweep shows: a live table on a terminal, one line per event elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.space.objectives import Objective
+from autotune.space.space import Scalar
+from autotune.study.record import is_feasible, measured_values
+from autotune.study.snapshot import StudySnapshot
+from autotune.study.study import Assignment
+from engine.outcome import Outcome
+from engine.units import format_duration
+
+NUM_ROWS = 8
+"""Newest trials shown."""
+
+
+class SweepView:
+    """Listens to a driver; safe to call from its threads.
+
+    Args:
+        console: Where to show it.
+        snapshot: The study at the start.
+        num_trials: Trials asked for in total; None without such a limit.
+        num_workers: Trials at a time, for the time left.
+    """
+
+    def __init__(self, console: Console, snapshot: StudySnapshot, num_trials: int | None, num_workers: int) -> None:
+        self._console = console
+        self._objectives = snapshot.objectives
+        self._name = snapshot.name
+        self._num_trials = num_trials
+        self._num_workers = num_workers
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._running: dict[int, tuple[str, float]] = {}
+        self._newest: list[tuple[int, str, Outcome]] = []
+        self._failures: Counter[str] = Counter()
+        self._best: dict[str, tuple[float, int]] = {}
+        self._seconds: list[float] = []
+        self._notes: list[str] = []
+        self._num_finished = 0
+        for row in snapshot.trials:
+            if row.outcome is not None and row.repeat_of is None:
+                self._count(row.number, row.outcome)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it while the block runs."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, get_renderable=self._render, refresh_per_second=2):
+            yield
+
+    def note(self, text: str) -> None:
+        """A message for the reader. Called from signal handlers too, so it takes no lock."""
+        self._notes.append(text)
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False)
+
+    def started(self, assignment: Assignment) -> None:
+        """A trial begins (again)."""
+        with self._lock:
+            self._running[assignment.number] = (describe(assignment), time.monotonic())
+        if assignment.attempt > 1:
+            self._line(f"trial {assignment.number}: attempt {assignment.attempt}")
+
+    def finished(self, assignment: Assignment, outcome: Outcome) -> None:
+        """A trial has its outcome."""
+        with self._lock:
+            self._running.pop(assignment.number, None)
+            self._newest = [*self._newest, (assignment.number, describe(assignment), outcome)][-NUM_ROWS:]
+            self._count(assignment.number, outcome)
+            if outcome.wall_seconds is not None:
+                self._seconds.append(outcome.wall_seconds)
+            total = f"/{self._num_trials}" if self._num_trials is not None else ""
+            done = self._num_finished
+        values = self._values_text(outcome)
+        self._line(f"[{done}{total}] trial {assignment.number}: {describe(assignment)}: {values}")
+
+    def released(self, assignment: Assignment) -> None:
+        """A trial was stopped and waits for the next driver."""
+        with self._lock:
+            self._running.pop(assignment.number, None)
+        self._line(f"trial {assignment.number}: stopped, will be run again")
+
+    def retried(self, assignment: Assignment, outcome: Outcome) -> None:
+        """A trial was hit by a fault of the machine and is run again."""
+        self._line(f"trial {assignment.number}: {outcome.kind} ({outcome.detail}); once more")
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _count(self, number: int, outcome: Outcome) -> None:
+        self._num_finished += 1
+        values = measured_values(outcome, self._objectives)
+        if values is None:
+            self._failures[outcome.kind if outcome.kind != "ok" else "not measured"] += 1
+        elif is_feasible(values, self._objectives):
+            for objective in self._objectives:
+                self._note_best(objective, values[objective.name], number)
+        else:
+            self._failures["beyond a bound"] += 1
+
+    def _note_best(self, objective: Objective, value: float, number: int) -> None:
+        sign = -1 if objective.direction == "maximize" else 1
+        if objective.name not in self._best or sign * value < sign * self._best[objective.name][0]:
+            self._best[objective.name] = (value, number)
+
+    def _values_text(self, outcome: Outcome) -> str:
+        took = f" ({format_duration(outcome.wall_seconds)})" if outcome.wall_seconds is not None else ""
+        values = measured_values(outcome, self._objectives)
+        if values is None:
+            return f"{outcome.kind}: {outcome.detail}{took}"
+        return ", ".join(objective.text(values[objective.name]) for objective in self._objectives) + took
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+            table.add_column("trial", justify="right")
+            table.add_column("candidate", ratio=1, no_wrap=True, overflow="ellipsis")
+            for objective in self._objectives:
+                table.add_column(objective.label.lower(), justify="right", no_wrap=True)
+            for number, text, outcome in self._newest:
+                table.add_row(str(number), escape(text), *self._cells(outcome))
+            now = time.monotonic()
+            for number, (text, begun) in sorted(self._running.items()):
+                running = f"[cyan]running {format_duration(now - begun)}[/]"
+                table.add_row(str(number), escape(text), running, *[""] * (len(self._objectives) - 1))
+            return Group(self._headline(now), table, self._best_line(), *map(Text, self._notes[-3:]))
+
+    def _cells(self, outcome: Outcome) -> list[str]:
+        values = measured_values(outcome, self._objectives)
+        if values is None:
+            return [f"[red]{outcome.kind}[/]", *[""] * (len(self._objectives) - 1)]
+        cells = []
+        for objective in self._objectives:
+            text = objective.text(values[objective.name])
+            is_best = self._best.get(objective.name, (None, 0))[0] == values[objective.name]
+            cells.append(f"[bold green]{text}[/]" if is_best else text)
+        return cells
+
+    def _headline(self, now: float) -> Text:
+        total = f" of {self._num_trials}" if self._num_trials is not None else ""
+        parts = [f"{self._num_finished}{total} trials", f"{format_duration(now - self._start)} so far"]
+        if self._num_trials is not None and self._seconds:
+            left = max(0, self._num_trials - self._num_finished)
+            parts.append(f"about {format_duration(left * median(self._seconds) / self._num_workers)} left")
+        if self._failures:
+            failures = ", ".join(f"{count} {kind}" for kind, count in sorted(self._failures.items()))
+            parts.append(f"without result: {failures}")
+        return Text.assemble((f"{self._name}  ", "bold"), " · ".join(parts))
+
+    def _best_line(self) -> Text:
+        if not self._best:
+            return Text("no feasible trial yet", style="dim")
+        by_name = {objective.name: objective for objective in self._objectives}
+        texts = [f"{by_name[name].text(value)} (trial {number})" for name, (value, number) in self._best.items()]  # type: ignore[index]
+        return Text("best so far: " + ", ".join(texts), style="green")
+
+
+def describe(assignment: Assignment) -> str:
+    """A candidate in one line: its plan and the hyperparameters that were searched."""
+    return " ".join([assignment.config.plan.describe(), *hyperparameter_texts(assignment.parameters)])
+
+
+def hyperparameter_texts(parameters: Mapping[str, Scalar]) -> list[str]:
+    """``learning_rate=0.0012`` for every searched hyperparameter."""
+    texts = []
+    for name, value in parameters.items():
+        section, _, key = name.partition(".")
+        if section == "hyperparameters":
+            texts.append(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}")
+    return texts
