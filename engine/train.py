@@ -24,6 +24,7 @@ from engine.atomic import make_folder
 from engine.config import RunConfig, load_run
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.failures import Interrupted, classify, describe
+from engine.hf_config import to_hf_config
 from engine.outcome import (
     OUTCOME_FILE,
     Outcome,
@@ -107,6 +108,8 @@ class Program:
         arguments = self._arguments
         config, notes = load_run(arguments.run)
         check_run(config)
+        if arguments.export:
+            to_hf_config(config.model)  # refuses what can't be exported now, not after the training
         if config.runtime.device == "cpu":
             # Read by the OpenMP runtime when torch is imported; torch.set_num_threads alone leaves its pool large.
             os.environ["OMP_NUM_THREADS"] = str(config.runtime.threads_per_rank)
@@ -140,10 +143,10 @@ class Program:
                 (arguments.folder / OUTCOME_FILE).unlink(missing_ok=True)  # of an earlier process: this one goes on
             self._signals.deferred = True
             outcome, exit_code = trainer.run()
+        self._end(outcome, exit_code)
         if arguments.export and exit_code == 0:
             trainer.export(arguments.export)
             self._report(f"exported to {arguments.export}")
-        self._end(outcome, exit_code)
         return exit_code
 
     def _end(self, outcome: Outcome, exit_code: int) -> None:
@@ -152,6 +155,7 @@ class Program:
             write_outcome(self._arguments.folder, outcome)
         if self._trainer:
             self._trainer.close(outcome, exit_code)
+            self._trainer = None
         if self._rank == 0 and self._arguments.json:
             print(json.dumps(outcome.to_data()), flush=True)
         elif exit_code != USER_ERROR_EXIT_CODE:

@@ -206,9 +206,7 @@ class Trainer:
         Raises:
             RunFailure: Too many non-finite steps, divergence, or a held-out loss that is not finite.
         """
-        if self.context.is_main:
-            self._telemetry = TelemetryWriter(self._folder)
-            self._sinks = MetricSinks(self.config.logging, self._folder, self.config)
+        self.context.judge(self._open_sinks)
         if self.config.branch is None:
             self._desk = RequestDesk(self, self._folder)
         self._record_start()
@@ -363,12 +361,15 @@ class Trainer:
         }
 
     def export(self, folder: Path) -> None:
-        """Write the weights as Hugging Face safetensors; called on all ranks."""
-        weights = self._stepper.full_weights()
-        if self.context.is_main:
-            from engine.checkpoint.hf_weights import export_weights
+        """Write the weights as Hugging Face safetensors; called on all ranks.
 
-            export_weights(weights, self._stepper.spec, folder)
+        Raises:
+            UserError: On all ranks, when the folder can't be written.
+        """
+        from engine.checkpoint.hf_weights import export_weights
+
+        weights = self._stepper.full_weights()
+        self.context.judge(lambda: export_weights(weights, self._stepper.spec, folder))
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
@@ -394,6 +395,10 @@ class Trainer:
         return evaluation
 
     # -------------------------------------------------------------------------------------------------------- records
+
+    def _open_sinks(self) -> None:
+        self._telemetry = TelemetryWriter(self._folder)
+        self._sinks = MetricSinks(self.config.logging, self._folder, self.config)
 
     def record_ack(self, change_id: str, *, accepted: bool, reason: str, data: dict[str, Any]) -> None:
         """Write the answer to a change request into the telemetry."""

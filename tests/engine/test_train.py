@@ -375,3 +375,28 @@ def test_two_processes_cannot_train_in_one_folder(
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 0
     assert codes == [2]
     assert "another process trains" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- weights in and out
+
+
+def test_exported_weights_start_a_new_run_where_the_old_one_ended(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "old")
+    assert (
+        train(tiny_run(corpus), tmp_path / "old", "--quiet", "--evaluate-only", "--export", str(tmp_path / "hf")) == 0
+    )
+    assert (tmp_path / "hf" / "config.json").is_file()
+    config = tiny_run(corpus, runtime={"init_from": str(tmp_path / "hf"), "stop_after_steps": 1})
+    tiny_rate = {"learning_rate": 1e-30}
+    config = config.changed(hyperparameters=config.hyperparameters.changed(**tiny_rate))
+    assert train(config, tmp_path / "new", "--quiet") == 0
+    assert outcome_of(tmp_path / "new").held_out_loss == pytest.approx(outcome_of(whole).held_out_loss, rel=1e-12)
+
+
+def test_what_cannot_be_exported_is_refused_before_training(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_run(corpus, model={"family": "llama", "norm": "layernorm"})
+    assert train(config, tmp_path, "--export", str(tmp_path / "hf")) == 2
+    assert "hint:" in capsys.readouterr().err
+    assert not events(tmp_path, "start")

@@ -1,8 +1,8 @@
 """One rank of the trainer's tests with several ranks: ``python -m tests.engine.train_worker JOBS.json``.
 
 Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action"}``: run the training program in ``folder`` (which
-gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. The exit codes of a rank
-become ``codes<rank>.json`` beside the jobs.
+gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. The exit codes of a
+rank become ``codes<rank>.json`` beside the jobs.
 """
 
 from __future__ import annotations
