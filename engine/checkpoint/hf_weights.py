@@ -7,7 +7,6 @@ parts, one after another along the output dimension; so fused projections need n
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,6 @@ from engine.errors import UserError
 from engine.hf_config import to_hf_config
 from engine.models.decoder import Decoder
 from engine.spec import ModelSpec
-
-_log = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -103,8 +100,8 @@ Layout = dict[str, list[_Part]]
 def import_weights(source: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """The weights in ``source`` under our names, one tensor at a time, in the dtype they are stored in.
 
-    Names and shapes are checked before anything is read. Where the vocabulary of ``spec`` was enlarged, the rows added
-    to the embedding and the head are the mean of the others: a new token begins as an average one.
+    Names and shapes are checked before anything is read. The embedding and the head may have fewer rows than the
+    vocabulary of ``spec``, which a run enlarges to its tokenizer's; they come as they are stored.
 
     Args:
         source: A folder with ``model.safetensors`` or its index, or one ``.safetensors`` file.
@@ -114,8 +111,7 @@ def import_weights(source: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]
         UserError: No safetensors there, a damaged file, a family that isn't read, quantised weights, or names or shapes
             that don't fit ``spec``.
     """
-    files = _files(source)
-    weights = _ForeignWeights(files, source)
+    weights = _ForeignWeights(_files(source))
     shapes = _shapes(spec)
     table = _table(spec)
     if spec.family == "mixtral" and any(name.endswith("experts.gate_up_proj") for name in weights.shapes):
@@ -156,8 +152,12 @@ def export_weights(
             tensors = {
                 foreign: _join(state, layout[foreign], _is_transposed(spec, foreign)) for foreign in foreign_names
             }
-            save_file(tensors, folder / f".{name}.tmp", metadata={"format": "pt"})
-            os.replace(folder / f".{name}.tmp", folder / name)
+            temporary = folder / f".{name}.tmp"
+            try:
+                save_file(tensors, temporary, metadata={"format": "pt"})
+                os.replace(temporary, folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the weights to {folder}: {error}", hint="choose another folder") from None
     if len(shards) > 1:
@@ -251,7 +251,7 @@ def _shards(state: Mapping[str, Tensor], layout: Layout, max_shard_bytes: int) -
 class _ForeignWeights:
     """Tensors of some safetensors files by name. Headers are read at once, tensors when asked for."""
 
-    def __init__(self, files: list[Path], source: Path) -> None:
+    def __init__(self, files: list[Path]) -> None:
         self.shapes: dict[str, torch.Size] = {}
         self._places: dict[str, tuple[Path, str]] = {}
         for path in files:
@@ -340,11 +340,10 @@ def _check_names(weights: _ForeignWeights, layout: Layout, spec: ModelSpec, sour
     optional = {"lm_head.weight"} if spec.tied_embeddings else set()  # saved a second time by some
     missing = [name for name in layout if name not in weights.shapes]
     unexpected = sorted(weights.shapes.keys() - layout.keys() - optional)
-    if not missing and not unexpected:
+    lists = {"missing": missing, "not expected": unexpected}
+    problems = [f"{what}: {_some(names)}" for what, names in lists.items() if names]
+    if not problems:
         return
-    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"not expected: {_some(unexpected)}"] * bool(
-        unexpected
-    )
     hint = f"check that the model of the run file is the one these weights are of ({spec.num_layers} layers)"
     if missing == ["lm_head.weight"]:
         hint = "the weights are of a model with tied embeddings: set model.tied_embeddings to true"
@@ -375,10 +374,9 @@ def _read(weights: _ForeignWeights, layout: Layout, shapes: Shapes, spec: ModelS
     for foreign, parts in layout.items():
         for part in parts:
             homes.setdefault(part.fqn, []).append(foreign)
-    for fqn, shape in shapes.items():
+    for fqn in shapes:
         pieces = [_piece(weights.read(foreign), fqn, layout[foreign], shapes, spec, foreign) for foreign in homes[fqn]]
-        tensor = torch.stack(pieces) if layout[homes[fqn][0]][0].expert is not None else pieces[0]
-        yield fqn, _enlarged(tensor, fqn, shape[0])
+        yield fqn, torch.stack(pieces) if layout[homes[fqn][0]][0].expert is not None else pieces[0]
 
 
 def _piece(stored: Tensor, fqn: str, parts: list[_Part], shapes: Shapes, spec: ModelSpec, foreign: str) -> Tensor:
@@ -391,15 +389,6 @@ def _piece(stored: Tensor, fqn: str, parts: list[_Part], shapes: Shapes, spec: M
     sizes = [shapes[part.fqn][dim] for part in parts]
     index = [part.fqn for part in parts].index(fqn)
     return stored.split(sizes, dim=dim)[index].contiguous()
-
-
-def _enlarged(tensor: Tensor, fqn: str, num_rows: int) -> Tensor:
-    num_new = num_rows - tensor.shape[0]
-    if num_new == 0:
-        return tensor
-    _log.warning("%s: %d rows added for the larger vocabulary, the mean of the %d stored", fqn, num_new, len(tensor))
-    mean = tensor.to(torch.float64).mean(dim=0, keepdim=True).to(tensor.dtype)
-    return torch.cat([tensor, mean.expand(num_new, -1)])
 
 
 def _some(names: list[str]) -> str:
