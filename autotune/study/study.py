@@ -316,7 +316,11 @@ class Study:
         trials = self._trials()
         for other in trials[:number]:
             record = record_of(other)
-            if record is not None and record.role == "trial" and record.key == key:
+            if record is None:  # still being chosen by another driver, perhaps as the same uniform draw
+                is_known = other.state == TrialState.RUNNING and other.params == chosen
+            else:
+                is_known = record.role == "trial" and record.key == key
+            if is_known:
                 self._reject(number, Record("cached", key=key, of=other.number))
                 return None
         if self.num_trials is not None and _num_counted(trials[:number]) >= self.num_trials:
@@ -493,10 +497,7 @@ class Study:
     def _finish(self, trial: FrozenTrial, outcome: Outcome) -> None:
         """Three writes in an order that can be taken up again after each: the outcome decides the others."""
         self._write(trial.number, OUTCOME_KEY, outcome.model_dump_json())
-        if outcome.kind == "infra":  # says nothing about the candidate
-            self._study.tell(trial.number, state=TrialState.FAIL)
-        else:
-            self._tell_sampler(trial.number, measured_values(outcome, self.space.objectives))
+        self._tell_sampler(trial.number, measured_values(outcome, self.space.objectives))
 
     def _tell_sampler(self, number: int, values: Mapping[str, float] | None) -> None:
         """Values and constraints (feasible: at most 0), always finite: a NaN would hide a failure from the sampler."""

@@ -68,22 +68,20 @@ def test_exactly_the_asked_trials(open_study: OpenStudy) -> None:
 
 def test_failures_are_told_with_finite_values_and_a_constraint(open_study: OpenStudy) -> None:
     study = open_study(num_trials=8)
-    kinds = ("oom", "hang", "nan", "diverged", "user", "interrupted")
+    kinds = ("oom", "hang", "nan", "diverged", "user", "interrupted", "infra")
     for kind in kinds:
         study.tell(asked(study), Outcome(kind=kind, held_out_loss=None))
     study.tell(asked(study), ok())
-    study.tell(asked(study), Outcome(kind="infra"))
     trials = numbers_of(study)
     for trial in trials[: len(kinds)]:
         assert trial.state == TrialState.COMPLETE
         assert trial.values is not None
         assert all(map(math.isfinite, trial.values))
         assert trial.constraints == {"failed": 1.0}
-    assert trials[6].constraints == {"failed": 0.0}
-    assert trials[7].state == TrialState.FAIL  # a fault of the machine says nothing of the candidate
+    assert trials[7].constraints == {"failed": 0.0}
     snapshot = load_snapshot(study.folder)
-    assert [row.outcome.kind for row in snapshot.trials if row.outcome] == [*kinds, "ok", "infra"]
-    assert [row.feasible for row in snapshot.trials] == [False] * 6 + [True, False]
+    assert [row.outcome.kind for row in snapshot.trials if row.outcome] == [*kinds, "ok"]
+    assert [row.feasible for row in snapshot.trials] == [False] * 7 + [True]
 
 
 def test_an_objective_that_was_not_measured_is_no_value(open_study: OpenStudy) -> None:
