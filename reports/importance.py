@@ -12,14 +12,14 @@ import numpy as np
 from autotune.apply.select import comparable_trials, value_matrix
 from autotune.search.pareto import costs_of
 from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
-from reports.info import looks_logarithmic, short_name, thinned, varied_parameters
+from reports.info import MAX_CATEGORIES, looks_logarithmic, short_name, thinned, varied_parameters
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-MIN_TRIALS = 10
+MIN_TRIALS = 20
 """With fewer the figure would be chance."""
 FEW_TRIALS = 50
 """With fewer it is a hint."""
@@ -30,8 +30,6 @@ GOOD_RATIO = 0.25
 often than the usual tenth, which is too few of them."""
 NUM_SHUFFLES = 16
 """Chance is measured on so many shuffles of the values."""
-MAX_CATEGORIES = 8
-"""Numbers with at most so many distinct values are taken as categories: such are the choices of a space file."""
 
 
 class ImportanceInfo(NamedTuple):

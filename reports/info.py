@@ -23,9 +23,10 @@ from autotune.apply.select import (
 from autotune.paths import DEFAULT_RUNS
 from autotune.search import pareto
 from autotune.space.objectives import Objective
+from autotune.study.repeats import repeated_values
 from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, OutcomeKind
-from engine.units import GIB
+from engine.units import GIB, format_count
 
 STATUSES = ("knee", "front", "dominated", "infeasible", "repeat", *FAILURE_KINDS, "incomplete", "running", "waiting")
 """What a trial is in a report, in the order of the legend: its place beside the front, or why it has none."""
@@ -38,11 +39,17 @@ ADVICE: dict[OutcomeKind, str] = {
     "nan": "Numbers left the range of the precision: lower the largest learning rate, add warm-up, or use bf16 or"
     " fp32.",
     "diverged": "The loss rose and stayed up: lower the largest learning rate or lengthen the warm-up.",
-    "infra": "The machine or a process failed, not the candidate: look at the trial's stdout.log and at `autotune"
-    " doctor`, then run the sweep again.",
+    "infra": "The machine or a process failed, not the candidate: look at the trial's stdout.log and at"
+    " autotune doctor, then run the sweep again.",
     "user": "The run refused its configuration or data: the message says what to change in the space file.",
     "interrupted": "Stopped from outside. The same sweep command goes on where it was.",
 }
+
+
+SIGNIFICANT_DIGITS = 4
+"""Of the largest value of an objective, in tables."""
+MAX_CATEGORIES = 8
+"""Numbers with at most so many distinct values are choices, and shown as such."""
 
 
 class Axis(NamedTuple):
@@ -53,6 +60,8 @@ class Axis(NamedTuple):
     unit: str
     scale: float
     """Values are divided by this."""
+    decimals: int
+    """Digits after the point in tables."""
     higher_is_better: bool
 
     @property
@@ -145,6 +154,8 @@ class Column(NamedTuple):
     key: str
     label: str
     numeric: bool
+    decimals: int | None = None
+    """Digits after the point; None for as many as there are."""
 
 
 class TableInfo(NamedTuple):
@@ -229,7 +240,7 @@ def get_pairs(cloud: CloudInfo) -> tuple[PairInfo, ...]:
     if not cloud.groups:
         return ()
     if len(cloud.axes) == 1:
-        trial = Axis("trial", "Trial", "number", 1.0, higher_is_better=False)
+        trial = Axis("trial", "Trial", "number", 1.0, decimals=0, higher_is_better=False)
         groups = tuple(g._replace(values=np.column_stack([g.numbers, g.values])) for g in cloud.groups)
         return (_pair(CloudInfo((trial, *cloud.axes), groups), 0, 1),)
     size = len(cloud.axes)
@@ -252,7 +263,7 @@ def get_history(snapshot: StudySnapshot) -> HistoryInfo | None:
     )
 
 
-def get_parallel(snapshot: StudySnapshot, *, max_lines: int = 1000) -> ParallelInfo | None:
+def get_parallel(snapshot: StudySnapshot, *, max_lines: int = 300) -> ParallelInfo | None:
     """Searched values and objectives of the feasible trials, at most ``max_lines`` (the front always, the others evenly
     over the trials); None with fewer than two."""
     trials = comparable_trials(snapshot)
@@ -296,17 +307,18 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
     names = searched_parameters(snapshot.trials)
     axes = get_axes(snapshot)
     columns = [Column("trial", "Trial", True), Column("status", "Status", False), Column("plan", "Plan", False)]
-    columns += [Column(axis.name, axis.title, True) for axis in axes]
+    columns += [Column(axis.name, axis.title, True, axis.decimals) for axis in axes]
     for name in names:
-        values = [trial.parameters.get(name) for trial in snapshot.trials]
-        columns.append(Column(name, short_name(name), all(v is None or _is_number(v) for v in values)))
+        numeric = all(v is None or _is_number(v) for v in (trial.parameters.get(name) for trial in snapshot.trials))
+        columns.append(Column(name, short_name(name), numeric))
     columns += [Column("seconds", "Wall time (s)", True), Column("detail", "Detail", False)]
     statuses = get_statuses(snapshot)
     rows = []
     for trial in snapshot.trials:
         row: list[Scalar] = [trial.number, statuses[trial.number], trial.plan]
         for axis in axes:
-            row.append(None if trial.values is None else significant(trial.values[axis.name] / axis.scale, 5))
+            value = None if trial.values is None else trial.values[axis.name] / axis.scale
+            row.append(significant(value, SIGNIFICANT_DIGITS + 1))  # one more than shown, so that rounding is right
         row += [significant(trial.parameters.get(name), 4) for name in names]
         row += [significant(trial.seconds, 4), _detail(trial)]
         rows.append(tuple(row))
@@ -321,7 +333,8 @@ def get_summary(snapshot: StudySnapshot) -> SummaryInfo:
     knee = knee_trial(snapshot, front)
     choices: list[ChoiceInfo] = []
     if knee is not None:
-        choices.append(_choice(snapshot, "Recommended: the knee", knee, "knee"))
+        title = "Recommended: the knee" if len(front) > 1 else "Recommended"
+        choices.append(_choice(snapshot, title, knee, "knee"))
         for how, objective_name in EXTREMES.items():
             for objective in snapshot.objectives:
                 if objective.name == objective_name and len(front) > 1:
@@ -394,10 +407,12 @@ def significant(value: Scalar, digits: int) -> Scalar:
 
 def _axis(snapshot: StudySnapshot, objective: Objective) -> Axis:
     unit, scale = objective.unit, 1.0
+    largest = max((abs(t.values[objective.name]) for t in snapshot.trials if t.values is not None), default=0.0)
     if objective.name == "memory":
-        largest = max((trial.values["memory"] for trial in snapshot.trials if trial.values is not None), default=0.0)
         unit, scale = ("GiB", float(GIB)) if largest >= 0.1 * GIB else ("MiB", 2.0**20)
-    return Axis(objective.name, objective.label, unit, scale, objective.direction == "maximize")
+    magnitude = math.floor(math.log10(largest / scale)) if largest > 0 else 0
+    decimals = min(max(SIGNIFICANT_DIGITS - 1 - magnitude, 0), 6)
+    return Axis(objective.name, objective.label, unit, scale, decimals, objective.direction == "maximize")
 
 
 def _pair(cloud: CloudInfo, x: int, y: int) -> PairInfo:
@@ -432,9 +447,8 @@ def _parallel_column(label: str, values: Sequence[Scalar]) -> ParallelColumn:
     parameter) gets its own place below the others."""
     present = [value for value in values if value is not None]
     distinct = set(map(repr, present))
-    if not all(_is_number(value) for value in present) or len(distinct) <= 2:
-        # By type first: numbers and words do not compare.
-        ordered = [parameter_text(value) for value in sorted(set(present), key=lambda value: (str(type(value)), value))]
+    if not all(_is_number(value) for value in present) or len(distinct) <= MAX_CATEGORIES:
+        ordered = [parameter_text(value) for value in sorted(set(present), key=_sort_key)]
         absent = [parameter_text(None)] if len(present) < len(values) else []
         places = {text: float(place) for place, text in enumerate(dict.fromkeys([*absent, *ordered]))}
         positions = [places[parameter_text(value)] for value in values]
@@ -445,7 +459,7 @@ def _parallel_column(label: str, values: Sequence[Scalar]) -> ParallelColumn:
     ticks = _log_ticks(low, high) if is_log else np.linspace(low, high, 5).tolist()
     positions_array = np.log10(numbers) if is_log else numbers
     tick_positions = [math.log10(tick) for tick in ticks] if is_log else list(ticks)
-    texts = [f"{tick:.3g}" for tick in ticks]
+    texts = [format_count(tick) if tick >= 1000 else f"{tick:.3g}" for tick in ticks]
     if np.isnan(numbers).any():
         place = tick_positions[0] - 0.15 * (tick_positions[-1] - tick_positions[0])
         positions_array = np.where(np.isnan(positions_array), place, positions_array)
@@ -457,6 +471,11 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """The ends and the powers of ten between them."""
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     return [low, *(10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5), high]
+
+
+def _sort_key(value: Scalar) -> tuple[bool, str, Scalar]:
+    """Numbers by size, then the others by type, which alone can be compared with each other."""
+    return (False, "", value) if _is_number(value) else (True, type(value).__name__, value)
 
 
 def _is_number(value: Scalar) -> bool:
@@ -484,16 +503,13 @@ def _choice(snapshot: StudySnapshot, title: str, trial: TrialRow, how: str) -> C
 
 
 def _repeats(snapshot: StudySnapshot, trial: TrialRow) -> str:
-    """Range of each objective over the trial and its repeats."""
-    repeats = [other for other in snapshot.trials if other.repeat_of == trial.number and other.values is not None]
-    if not repeats:
+    """What the repeats of a trial say, in words; empty without any."""
+    repeated = repeated_values(snapshot, trial.number)
+    if not repeated:
         return ""
-    values = value_matrix(snapshot, [trial, *repeats])
-    ranges = [
-        f"{objective.label.lower()} {objective.text(low)} to {objective.text(high)}"
-        for objective, low, high in zip(snapshot.objectives, values.min(axis=0), values.max(axis=0), strict=True)
-    ]
-    return f"Over {len(repeats) + 1} seeds: {', '.join(ranges)}."
+    count = repeated[0].num_repeats
+    values = ", ".join(f"{value.objective.label.lower()} {value.text}" for value in repeated)
+    return f"Repeated with {count} other seed{'s' if count != 1 else ''} (mean and 95 % interval): {values}."
 
 
 def _empty_reason(snapshot: StudySnapshot, front: Sequence[TrialRow]) -> str:
@@ -505,4 +521,4 @@ def _empty_reason(snapshot: StudySnapshot, front: Sequence[TrialRow]) -> str:
         return "Trials succeeded, but none is within the study's bounds."
     if all(trial.outcome is None for trial in snapshot.trials):
         return "No trial has ended yet."
-    return "No trial has succeeded. The failures below say why and what to change."
+    return "No trial has succeeded: the failures say why and what to change."

@@ -23,7 +23,7 @@ LOOKS = {
     "front": ("Pareto front", BLUE, "circle", 9, 1.0),
     "dominated": ("Dominated", GREY, "circle", 6, 0.55),
     "infeasible": ("Beyond a bound", ROSE, "x-thin", 7, 0.8),
-    "repeat": ("Repeat with another seed", TEAL, "circle-open", 7, 0.8),
+    "repeat": ("Repeat", TEAL, "circle-open", 7, 0.8),
 }
 """Status -> legend, colour, symbol, size and opacity."""
 
@@ -88,7 +88,8 @@ def plot_cloud(info: CloudInfo) -> go.Figure:
         )
     # The axes' titles without the better direction: there is no room on a cube's edge.
     titles = {f"{axis}axis": {"title": {"text": info.axes[column].title}} for column, axis in enumerate("xyz")}
-    figure.update_layout(**_layout(), scene={**titles, "camera": {"eye": {"x": 1.5, "y": 1.5, "z": 0.9}}})
+    camera = {"eye": {"x": 1.75, "y": 1.75, "z": 0.9}}
+    figure.update_layout(**_layout(), scene={**titles, "aspectmode": "cube", "camera": camera})
     figure.update_layout(margin={"l": 0, "r": 0, "t": 8, "b": 0})
     return figure
 
@@ -108,7 +109,7 @@ def plot_history(info: HistoryInfo) -> go.Figure:
         )
     )
     figure.update_layout(**_layout(), showlegend=False)
-    figure.update_xaxes(title="Trial")
+    figure.update_xaxes(title="Trial", dtick=1 if info.numbers.max() < 10 else None)
     figure.update_yaxes(title="Share of the box dominated", range=(0, 1.02))
     return figure
 
@@ -116,17 +117,17 @@ def plot_history(info: HistoryInfo) -> go.Figure:
 def plot_importance(info: ImportanceInfo) -> go.Figure:
     """Bars per searched value and objective."""
     figure = go.Figure()
-    names = [escape(_shortened(name)) for name in reversed(info.parameters)]
+    names = [_escaped(_shortened(name)) for name in reversed(info.parameters)]
     rows = list(zip(info.objectives, info.shares, (BLUE, TEAL, ORANGE), strict=False))
     for objective, shares, colour in reversed(rows):
         figure.add_trace(
             go.Bar(
                 y=names,
                 x=_compact(np.array(shares[::-1])),
-                name=escape(objective),
+                name=_escaped(objective),
                 orientation="h",
                 marker={"color": colour},
-                hovertemplate="%{y}: %{x:.0%} of " + escape(objective.lower()) + "<extra></extra>",
+                hovertemplate="%{y}: %{x:.0%} of " + _escaped(objective.lower()) + "<extra></extra>",
             )
         )
     figure.update_layout(**_layout(), barmode="group", bargap=0.28, legend_traceorder="reversed")
@@ -140,10 +141,10 @@ def plot_parallel(info: ParallelInfo) -> go.Figure:
     """One line per trial through its searched values and objectives."""
     dimensions = [
         {
-            "label": escape(column.label),
+            "label": _escaped(_shortened(column.label, 28)),
             "values": _compact(column.positions),
             "tickvals": column.tick_positions,
-            "ticktext": [escape(_shortened(text)) for text in column.tick_texts],
+            "ticktext": [_shortened(text) for text in column.tick_texts],  # the one text that is shown as it is
         }
         for column in info.columns
     ]
@@ -181,5 +182,9 @@ def _compact(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 18 else f"{text[:17]}…"
+def _escaped(text: str) -> str:
+    return escape(text, quote=False)
+
+
+def _shortened(text: str, most: int = 18) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

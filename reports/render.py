@@ -117,6 +117,7 @@ def _front_charts(snapshot: StudySnapshot) -> list[Chart]:
         over_trials = pair.x.name == "trial"
         title = f"{pair.y.label} over trials" if over_trials else f"{pair.x.label} and {pair.y.label.lower()}"
         caption = f"The dotted edge is the {'best so far' if over_trials else 'front of these two alone'}."
+        caption = caption if len(pair.edge) > 1 else ""
         if pair.num_outside:
             caption += f" Far off and left outside: {pair.num_outside} (double-click shows all)."
         charts.append(Chart(f"pair-{pair.x.name}-{pair.y.name}", title, caption, plots.plot_pair(pair)))

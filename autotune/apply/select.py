@@ -141,14 +141,14 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
         "smallest": f"It needs the least memory on the front of {size}.",
         "best": f"It has the lowest held-out loss on the front of {size}.",
     }
+    if on_front and len(front) == 1:
+        return ["It is the whole front: no other candidate is better in any objective."]
     lines = [reasons.get(how) or f"It was asked for by its number; it is {'' if on_front else 'not '}on the front."]
     if not trial.feasible:
         lines.append(f"It is beyond the study's own bounds: {'; '.join(_violations(trial, snapshot.objectives))}.")
     given_up = [concession.text for concession in concessions(snapshot, trial, front)] if front else []
     if given_up:
         lines.append(f"It gives up: {'; '.join(given_up)}.")
-    elif on_front:
-        lines.append("No other candidate is better in any objective.")
     return lines
 
 

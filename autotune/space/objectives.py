@@ -41,7 +41,9 @@ class Objective(Schema):
         """A value with its unit, for people."""
         if self.name == "memory":
             return format_bytes(value)
-        return f"{format_count(value)} {self.unit}" if self.name == "speed" else f"{value:.4g} {self.unit}"
+        if self.name == "speed":
+            return f"{format_count(float(f'{value:.3g}'))} {self.unit}"
+        return f"{value:.4g} {self.unit}"
 
     def value_of(self, outcome: Outcome) -> float | None:
         """The objective's value in an outcome, None where it was not measured."""

@@ -93,13 +93,16 @@
     table.tHead.replaceChildren(row);
   }
 
+  const shown = (column, cell) =>
+    cell === null ? "" : column.decimals === null ? String(cell) : cell.toFixed(column.decimals);
+
   function drawRow(row) {
     const line = element("tr", undefined, row[columnIndex.status]);
     data.columns.forEach((column, index) => {
       const cell = row[index];
       const node = element("td", undefined, column.numeric ? "number" : column.key === "detail" ? "detail-cell" : "");
       if (column.key === "status") node.append(element("span", cell, `chip ${cell}`));
-      else node.textContent = cell === null ? "" : String(cell);
+      else node.textContent = shown(column, cell);
       if (column.key === "detail" && cell) node.title = cell;
       line.append(node);
       if (column.key === "trial") {
@@ -163,7 +166,7 @@
     const lines = [`<b>Trial ${number}</b> ${escaped(clipped(String(row[columnIndex.plan])))}`];
     data.columns.forEach((column, index) => {
       if (["trial", "status", "plan", "detail"].includes(column.key) || row[index] === null) return;
-      lines.push(`${escaped(clipped(column.label))}: ${escaped(clipped(String(row[index])))}`);
+      lines.push(`${escaped(clipped(column.label))}: ${escaped(clipped(shown(column, row[index])))}`);
     });
     return lines.join("<br>");
   }
@@ -185,11 +188,13 @@
     return traces;
   }
 
+  const touches = window.matchMedia("(pointer: coarse)").matches;
+
   function themed(layout) {
     const style = getComputedStyle(document.body);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), zeroline: false, color: colour("--quiet") };
-    const flat = { ...axis, title: { font: { size: 12 } }, tickfont: { size: 11 } };
+    const flat = { ...axis, title: { font: { size: 12 }, standoff: 10 }, tickfont: { size: 11 } };
     const merged = (own, common) => ({ ...common, ...own, title: { ...common.title, ...own?.title } });
     const result = {
       ...layout,
@@ -197,7 +202,7 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") }, align: "left" },
-      dragmode: layout.scene ? "turntable" : "zoom",
+      dragmode: layout.scene ? "turntable" : touches ? false : "zoom", // a finger scrolls the page
     };
     for (const name of ["xaxis", "yaxis"]) if (layout[name]) result[name] = merged(layout[name], flat);
     if (layout.scene) {
@@ -233,7 +238,7 @@
     await Plotly.newPlot(plot, withHover(figure.data), themed(figure.layout), config);
     plot.on("plotly_click", (event) => {
       const number = event.points[0]?.customdata;
-      if (number !== undefined && !window.matchMedia("(pointer: coarse)").matches) showTrial(number);
+      if (number !== undefined && !touches) showTrial(number);
     });
   }
 
