@@ -91,6 +91,8 @@ def folders(base: Path, asked: dict[str, str]) -> dict[str, Path]:
         "tp2-half": (Job(base / "tp2-half", config({"tp": 2}, 3, **plain)), 0),
         "asked": (Job(base / "asked", config(DP2), at_step=2, at_rank=0, action="stop"), 75),
         "signal": (Job(base / "signal", config(DP2), at_step=2, at_rank=1, action="terminate"), 143),
+        "shared": (Job(base / "shared", config(DP2), nodes="shared"), 0),
+        "apart": (Job(base / "apart", config(DP2), nodes="apart"), 2),
         "diverged": (Job(base / "diverged", _diverging(corpus)), 1),
     }
     asked["scale"] = ask(base / "asked", SetLearningRateScale(scale=0.5))
@@ -159,6 +161,11 @@ def test_signal_to_one_rank_ends_all_at_a_checkpoint(folders: dict[str, Path]) -
     outcome = outcome_of(folders["signal"])
     assert (outcome.kind, outcome.num_steps) == ("interrupted", 2)
     assert [path.name for path in (folders["signal"] / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_nodes_need_one_folder(folders: dict[str, Path]) -> None:
+    assert outcome_of(folders["shared"]).kind == "ok"
+    assert "is not shared by all nodes" in outcome_of(folders["apart"] / "node0").detail
 
 
 def test_divergence_is_the_same_decision_on_all_ranks(folders: dict[str, Path]) -> None:

@@ -1,8 +1,9 @@
 """One rank of the trainer's tests with several ranks: ``python -m tests.engine.train_worker JOBS.json``.
 
-Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action"}``: run the training program in ``folder`` (which
-gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. The exit codes of a
-rank become ``codes<rank>.json`` beside the jobs.
+Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes"}``: run the program in ``folder``
+(which gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes``
+each rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. The exit codes of a rank become
+``codes<rank>.json`` beside the jobs.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ def work(jobs_file: Path) -> None:
             if rank == 0:
                 shutil.copytree(Path(job["copy_from"]) / "checkpoints", Path(job["folder"]) / "checkpoints")
             dist.barrier()
+        folder = Path(job["folder"])
+        flags = ["--folder", str(folder / f"node{rank}")] if job.get("nodes") == "apart" else []
+        os.environ["LOCAL_WORLD_SIZE"] = "1" if job.get("nodes") else "2"
         with _disturbed(job, rank):
-            codes.append(main([str(Path(job["folder"]) / "run.yaml"), "--quiet"]))
+            codes.append(main([str(folder / "run.yaml"), "--quiet", *flags]))
         (jobs_file.parent / f"codes{rank}.json").write_text(json.dumps(codes))
     if len(jobs) == 1:
         sys.exit(codes[0])
