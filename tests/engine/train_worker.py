@@ -1,8 +1,8 @@
 """One rank of the trainer's tests with several ranks: ``python -m tests.engine.train_worker JOBS.json``.
 
-Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes"}``: run the program in ``folder``
-(which gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes``
-each rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. The exit codes of a rank become
+Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes"}``: run the program in ``folder`` (which
+gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes`` each
+rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. The exit codes of a rank become
 ``codes<rank>.json`` beside the jobs.
 """
 
