@@ -21,7 +21,7 @@ from engine.models.loss import IGNORED, summed_loss
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
-from engine.parallel.data import apply_data_parallel
+from engine.parallel.data import apply_data_parallel, end_evaluation
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
 from engine.parallel.runner import AccumulationRunner, Runner
 from engine.parallel.shards import fill, gather
@@ -208,6 +208,7 @@ class Stepper:
         self.parts[0].eval()
         with loss_parallel():
             loss_sum = self._runner.evaluate(tokens, labels)
+        end_evaluation(self.parts[0])
         if not self._speaks_for_batch:
             loss_sum.zero_()
         sums = self.context.sum_over_world(loss_sum.view(1))

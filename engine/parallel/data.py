@@ -8,12 +8,14 @@ the schedule reduces once in both.
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine.models.decoder import Decoder
-from engine.models.layers import Linear
+from engine.models.layers import Head, Linear
 from engine.plan import Plan
 from engine.precision.policy import PrecisionPolicy
 
@@ -24,25 +26,27 @@ def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, mesh
     Groups: the embedding, each block, the last norm with the head. What is left (the embedding of positions; the embedding of
     a model whose head uses it too, with the norm) is the root's group.
     """
-    reduced = (
-        {}
-        if policy.compute == policy.parameters
-        else {"param_dtype": policy.compute, "reduce_dtype": policy.parameters}
-    )
-    mixed = MixedPrecisionPolicy(**reduced, cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(policy.compute, policy.parameters, cast_forward_inputs=False)
     free = plan.zero_stage == 3
     groups: list[nn.Module | list[nn.Module]] = list(part.layers.values())
     if isinstance(part.head, Linear) and part.norm is not None:
         groups.append([part.norm, part.head])
-    if part.embedding is not None and not (part.head is not None and not isinstance(part.head, Linear)):
+    tied = isinstance(part.head, Head)
+    if part.embedding is not None and not tied:
         groups.append(part.embedding)
     for group in groups:
         last = isinstance(group, list)  # used again at once in the backward pass
         fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=free and not last)
     fully_shard(part, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+    for module in _sharded(part):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
+    # Under tensor parallelism modules return views; torch warns of in-place changes to them, which the decoder never does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def _sharded(part: nn.Module) -> list[FSDPModule]:
+    return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
 def begin_micro_batch(part: nn.Module, plan: Plan, *, last: bool) -> None:
@@ -52,3 +56,9 @@ def begin_micro_batch(part: nn.Module, plan: Plan, *, last: bool) -> None:
         if plan.zero_stage == 2:
             part.set_requires_gradient_sync(last)
             part.set_reshard_after_backward(last)
+
+
+def end_evaluation(part: nn.Module) -> None:
+    """Free what a forward pass without a backward pass gathered: it would hide later changes of the parameters."""
+    for module in _sharded(part):
+        module.reshard()

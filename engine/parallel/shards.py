@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.torch_private import StridedShard
 
@@ -19,9 +19,7 @@ def local_slice(whole: Tensor, split: Tensor) -> Tensor:
     if not isinstance(split, DTensor):
         return whole
     mesh = split.device_mesh
-    # Axes are applied in mesh order, except that a strided one divides what the later axes left.
-    axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(split.placements[axis], StridedShard))
-    for axis in axes:
+    for axis in reversed(_innermost_first(split)):
         placement = split.placements[axis]
         if isinstance(placement, Shard | StridedShard):
             chunks = whole.chunk(mesh.size(axis), dim=placement.dim)
@@ -38,4 +36,16 @@ def fill(split: Tensor, whole: Tensor) -> None:
 
 def gather(split: Tensor) -> Tensor:
     """The whole tensor on every rank of the mesh that it is split over; all of them call this together."""
-    return split.full_tensor() if isinstance(split, DTensor) else split
+    if not isinstance(split, DTensor):
+        return split
+    placements = list(split.placements)
+    for axis in _innermost_first(split):
+        placements[axis] = Replicate()
+        split = split.redistribute(placements=placements)
+    return split.to_local()
+
+
+def _innermost_first(split: DTensor) -> list[int]:
+    """The mesh axes of a tensor from the one that divides the smallest part: strided ones divide what the others left."""
+    axes = range(split.device_mesh.ndim)
+    return sorted(axes, key=lambda axis: (not isinstance(split.placements[axis], StridedShard), -axis))

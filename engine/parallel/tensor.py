@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from engine.models.decoder import Decoder
 from engine.models.loss import IGNORED
 from engine.models.moe import Experts
+from engine.parallel.runner import LossFunction
 from engine.plan import Plan
 from engine.precision.policy import wide
 from engine.spec import ModelSpec
@@ -80,28 +81,35 @@ def tensor_parallel_table(spec: ModelSpec, plan: Plan) -> dict[str, ParallelStyl
         "layers.*.ffn.down": RowwiseParallel(output_layouts=stream),
         "layers.*.moe.experts": ExpertSlices(stream),
     }
+    # A tied head is called with the embedding's weights beside its input; they stay as they are.
+    beside = (None,) if spec.tied_embeddings else ()
     if plan.vocab_parallel:
         table["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         table["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1))
         if spec.tied_embeddings:
             table["head"] = PrepareModuleInputOutput(
-                input_layouts=(stream, None),
-                desired_input_layouts=(Replicate(), None),
+                input_layouts=(stream, *beside),
+                desired_input_layouts=(Replicate(), *beside),
                 output_layouts=Shard(-1),
                 desired_output_layouts=Shard(-1),
             )
     if plan.sequence_parallel:
-        gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "use_local_output": True}
         split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         table["positions"] = split
-        table["layers.*.moe"] = PrepareModuleInput(**gather)
+        table["layers.*.moe"] = _gathered()
         for norm in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
             table[norm] = SequenceParallel(use_local_output=True)
         if not plan.vocab_parallel:
             table["embedding"] = split
-            layouts = (Shard(1), None) if spec.tied_embeddings else Shard(1)
-            table["head"] = PrepareModuleInput(**gather | {"input_layouts": layouts})
+            table["head"] = _gathered(*beside)
     return table
+
+
+def _gathered(*beside: None) -> PrepareModuleInput:
+    """The first input gathered over the sequence, the others as they are."""
+    return PrepareModuleInput(
+        input_layouts=(Shard(1), *beside), desired_input_layouts=(Replicate(), *beside), use_local_output=True
+    )
 
 
 def apply_tensor_parallel(part: Decoder, spec: ModelSpec, plan: Plan, mesh: DeviceMesh) -> None:
@@ -113,7 +121,7 @@ def apply_tensor_parallel(part: Decoder, spec: ModelSpec, plan: Plan, mesh: Devi
                 parallelize_module(modules[name], mesh, style)
 
 
-def vocab_parallel_loss(mesh: DeviceMesh):
+def vocab_parallel_loss(mesh: DeviceMesh) -> LossFunction:
     """``summed_loss`` of logits whose vocabulary is split over ``mesh``; use inside torch's ``loss_parallel``."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:

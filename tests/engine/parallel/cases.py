@@ -1,0 +1,172 @@
+"""What the parallel tests run: functions called by one process for the reference and by every rank of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from engine.config import RunConfig, RuntimeOptions
+from engine.context import ParallelContext, open_context
+from engine.models.loss import IGNORED
+from engine.parallel.shards import gather, local
+from engine.plan import Plan
+from engine.spec import Hyperparameters, ModelSpec, Workload
+from engine.step import Stepper
+
+LENGTH = 16
+GLOBAL_BATCH = 12
+NUM_STEPS = 3
+LEARNING_RATE = 0.1
+VOCAB = 62
+
+_LLAMA = {
+    "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48,
+    "vocab_size": VOCAB,
+}  # fmt: skip
+_BIASED = {
+    "norm": "layernorm", "positions": "learned", "mlp": "plain", "activation": "gelu_tanh", "num_kv_heads": 4,
+    "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "max_positions": 32,
+}  # fmt: skip
+MODELS: dict[str, ModelSpec] = {
+    "llama": ModelSpec(**_LLAMA),
+    "llama-tied": ModelSpec(**_LLAMA, tied_embeddings=True),
+    "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
+    "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
+    "moe": ModelSpec(**_LLAMA, moe={"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}),
+}
+
+
+def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]) -> RunConfig:
+    """A tiny run: fp64 and three micro-batches a step unless the plan says otherwise."""
+    micro_batch_size = 2 if plan.get("dp_shard", 1) > 1 else 4
+    return RunConfig(
+        model=MODELS[model],
+        workload=Workload(sequence_length=LENGTH, total_tokens=GLOBAL_BATCH * LENGTH * NUM_STEPS),
+        hyperparameters=Hyperparameters(global_batch_size=GLOBAL_BATCH, **hyperparameters),
+        plan=Plan(**{"precision": "fp64", "micro_batch_size": micro_batch_size, **plan}),
+        runtime=RuntimeOptions(seed=3),
+    )
+
+
+def build(config: RunConfig) -> Stepper:
+    """A stepper of this rank."""
+    return Stepper.build(config, open_context(config.plan, config.runtime), vocab_size=1)
+
+
+def batch(step: int, context: ParallelContext) -> tuple[Tensor, Tensor]:
+    """This rank's slice of global batch ``step``. Valid labels are spread unevenly over sequences, so over ranks and
+    micro-batches; the last sequences have none."""
+    draws = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=draws)
+    labels = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=draws)
+    for sequence in range(GLOBAL_BATCH):
+        labels[sequence, max(LENGTH - 2 * sequence, 0) :] = IGNORED
+    size = GLOBAL_BATCH // context.dp_size
+    part = slice(context.dp_rank * size, (context.dp_rank + 1) * size)
+    return tokens[part], labels[part]
+
+
+def train(
+    config: RunConfig, *, first_step: int = 0, last_step: int = NUM_STEPS, load: str = "", save: str = ""
+) -> dict[str, Any]:
+    """Train some steps and tell everything that must not depend on the plan.
+
+    Args:
+        config: Of the run.
+        first_step: Steps done already.
+        last_step: Where to end.
+        load: Checkpoint to start from, if any.
+        save: Where to write a checkpoint at the end, if anywhere.
+
+    Returns:
+        Losses and norms of all steps, this rank's whole gradients of the first; on rank 0 the whole parameters at the end;
+        the loss on another batch.
+    """
+    stepper = build(config)
+    context = stepper.context
+    if load:
+        stepper.evaluate(*batch(0, context))  # what an evaluation gathered must not outlive the load
+        state = stepper.state_dict()
+        dcp.load(state, checkpoint_id=load, no_dist=context.world_size == 1)
+        stepper.load_state_dict(state)
+    gradients: dict[str, Tensor] = {}
+    hook = stepper.optimizer.register_step_pre_hook(lambda *_: gradients.update(_whole_gradients(stepper)))
+    results = []
+    for step in range(first_step, last_step):
+        results.append(stepper.train_step(*batch(step, context), LEARNING_RATE))
+        hook.remove()
+    if save:
+        dcp.save(stepper.state_dict(), checkpoint_id=save, no_dist=context.world_size == 1)
+    return {
+        "losses": torch.tensor([result.loss for result in results], dtype=torch.float64),
+        "grad_norms": torch.tensor([result.grad_norm for result in results], dtype=torch.float64),
+        "group_norms": torch.tensor(list(results[0].grad_norms.values()), dtype=torch.float64),
+        "gradients": gradients,
+        "parameters": stepper.full_weights(),
+        "evaluation": torch.tensor(stepper.evaluate(*batch(99, context)), dtype=torch.float64),
+    }
+
+
+def _whole_gradients(stepper: Stepper) -> dict[str, Tensor]:
+    named = stepper.parts[0].named_parameters()
+    return {fqn: gather(parameter.grad).clone() for fqn, parameter in named if parameter.grad is not None}
+
+
+def overflow_on_last_rank(config: RunConfig) -> dict[str, Any]:
+    """Make a gradient infinite on the last rank alone, and tell whether every rank skipped, kept every bit of its state, and
+    goes on afterwards."""
+    stepper = build(config)
+    context = stepper.context
+    stepper.train_step(*batch(0, context), LEARNING_RATE)
+    before = _local_state(stepper)
+    runner_train = stepper._runner.train
+
+    def train_and_overflow(tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
+        loss = runner_train(tokens, labels, scale)
+        if context.rank == context.world_size - 1:
+            gradients = (local(p.grad) for p in stepper.parts[0].parameters() if p.grad is not None and p.ndim > 1)
+            next(gradient for gradient in gradients if gradient.numel()).fill_(float("inf"))
+        return loss
+
+    stepper._runner.train = train_and_overflow  # type: ignore[method-assign]
+    result = stepper.train_step(*batch(1, context), LEARNING_RATE)
+    stepper._runner.train = runner_train  # type: ignore[method-assign]
+    same = all(torch.equal(tensor, before[name]) for name, tensor in _local_state(stepper).items())
+    return {
+        "skipped": context.all_agree(result.skipped and result.grad_norm is None),
+        "unchanged": context.all_agree(same),
+        "goes_on": context.all_agree(not stepper.train_step(*batch(1, context), LEARNING_RATE).skipped),
+    }
+
+
+def _local_state(stepper: Stepper) -> dict[str, Tensor]:
+    state = stepper.state_dict()
+    return {f"{section}.{name}": local(t).clone() for section in state for name, t in state[section].items()}
+
+
+def dropout_draws(config: RunConfig) -> dict[str, Any]:
+    """Each rank's loss of two steps on equal sequences, and that of a run resumed before the second."""
+    losses = []
+    for _ in range(2):
+        stepper = build(config)
+        context = stepper.context
+        tokens, labels = batch(0, context)
+        tokens[:], labels[:] = torch.arange(LENGTH), torch.arange(LENGTH)
+        runner_train = stepper._runner.train
+        shares: list[float] = []
+
+        def train_and_note(*arguments: Any, run: Any = runner_train, into: list[float] = shares) -> Tensor:
+            loss = run(*arguments)
+            into.append(float(loss))
+            return loss
+
+        stepper._runner.train = train_and_note  # type: ignore[method-assign]
+        if losses:
+            stepper.generators.load_state_dict({"dropout": 1})
+        for _ in range(2 - len(losses)):
+            stepper.train_step(tokens, labels, 0.0)
+        losses.append(context.gather(shares))
+    return {"all": losses[0], "resumed": losses[1]}

@@ -1,0 +1,177 @@
+"""Every plan trains as one process does on the whole batch.
+
+Equality: loss, every gradient, norms, parameters after three steps, in fp64 with plain SGD without clipping (Adam and
+clipping hide faults of scale), uneven valid tokens and three micro-batches a step. All cases of one world size run in
+one process group, started once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.engine.parallel.cases import run_config, train
+from tests.engine.parallel.launch import Case, result, run_cases
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 1e-10
+"""Of the largest reference value."""
+
+SGD = {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0, "clip_norm": None}
+ADAMW = {"clip_norm": 0.5, "weight_decay": 0.1}
+MOMENTUM = {"optimizer": "sgd", "beta1": 0.9, "weight_decay": 0.1, "clip_norm": 0.5}
+SP = {"sequence_parallel": True}
+FULL = {"recompute": "full"}
+
+
+def equal(name: str, plan: dict[str, Any], model: str = "llama") -> Case:
+    """A plan that must equal one process."""
+    return Case(name, plan, model, hyperparameters=SGD)
+
+
+EQUAL_TWO = [
+    equal("dp2-zero3", {"dp_shard": 2}),
+    equal("dp2-zero2", {"dp_shard": 2, "zero_stage": 2}),
+    equal("dp2-zero3-recompute", {"dp_shard": 2, **FULL}),
+    equal("dp2-tied", {"dp_shard": 2}, "llama-tied"),
+    equal("dp2-gpt2", {"dp_shard": 2, "zero_stage": 2}, "gpt2"),
+    equal("dp2-moe", {"dp_shard": 2}, "moe"),
+    equal("tp2", {"tp": 2}),
+    equal("tp2-sp", {"tp": 2, **SP}),
+    equal("tp2-sp-recompute", {"tp": 2, **SP, **FULL}),
+    equal("tp2-whole-vocabulary", {"tp": 2, "vocab_parallel": False}),
+    equal("tp2-sp-whole-vocabulary-tied", {"tp": 2, **SP, "vocab_parallel": False}, "llama-tied"),
+    equal("tp2-gpt2", {"tp": 2}, "gpt2"),
+    equal("tp2-sp-gpt2", {"tp": 2, **SP}, "gpt2"),
+    equal("tp2-moe", {"tp": 2}, "moe"),
+    equal("tp2-sp-moe", {"tp": 2, **SP}, "moe"),
+    equal("pp2", {"pp": 2}),
+    equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [3, 1], "recompute": "every_k", "recompute_period": 2}),
+    equal("pp2-gpt2", {"pp": 2, "micro_batch_size": 1}, "gpt2-untied"),
+    equal("pp2-moe", {"pp": 2}, "moe"),
+]
+EQUAL_FOUR = [
+    equal("dp2-tp2", {"dp_shard": 2, "tp": 2}),
+    equal("dp2-tp2-sp-zero2", {"dp_shard": 2, "tp": 2, "zero_stage": 2, **SP}),
+    equal("dp2-tp2-sp-gpt2-recompute", {"dp_shard": 2, "tp": 2, **SP, **FULL}, "gpt2"),
+    equal("dp2-tp2-moe", {"dp_shard": 2, "tp": 2}, "moe"),
+    equal("dp2-pp2", {"dp_shard": 2, "pp": 2}),
+    equal("dp2-pp2-zero2-order", {"dp_shard": 2, "pp": 2, "zero_stage": 2, "rank_order": "tp-cp-pp-dp"}),
+    equal("dp2-pp2-recompute", {"dp_shard": 2, "pp": 2, **FULL}),
+    equal("tp2-pp2", {"tp": 2, "pp": 2}),
+    equal("tp2-pp2-sp", {"tp": 2, "pp": 2, **SP}),
+    equal("tp2-pp2-sp-moe", {"tp": 2, "pp": 2, **SP}, "moe"),
+]
+CLIPPED = [
+    Case("dp2-adamw", {"dp_shard": 2}, hyperparameters=ADAMW),
+    Case("tp2-sp-adamw", {"tp": 2, **SP}, hyperparameters=ADAMW),
+    Case("pp2-momentum", {"pp": 2}, hyperparameters=MOMENTUM),
+]
+SAVED = [
+    Case("saved-by-dp2", {"dp_shard": 2}, hyperparameters=ADAMW, options={"last_step": 2, "save": "dp2"}),
+    Case("saved-by-pp2", {"pp": 2}, hyperparameters=MOMENTUM, options={"last_step": 2, "save": "pp2"}),
+]
+FROM_DP2 = {"hyperparameters": ADAMW, "options": {"first_step": 2, "load": "dp2"}}
+RESUMED = [
+    Case("dp2-to-tp2-sp", {"tp": 2, **SP}, **FROM_DP2),
+    Case("dp2-to-pp2", {"pp": 2}, **FROM_DP2),
+    Case("dp2-to-zero2", {"dp_shard": 2, "zero_stage": 2}, **FROM_DP2),
+    Case("pp2-to-dp2", {"dp_shard": 2}, hyperparameters=MOMENTUM, options={"first_step": 2, "load": "pp2"}),
+]
+RESUMED_FOUR = [Case("dp2-to-dp2-tp2", {"dp_shard": 2, "tp": 2}, **FROM_DP2)]
+OVERFLOW = [
+    Case(f"overflow-{name}", plan, function="overflow_on_last_rank")
+    for name, plan in (("dp2", {"dp_shard": 2}), ("tp2", {"tp": 2}), ("pp2", {"pp": 2}))
+]
+DROPOUT = [
+    Case(f"dropout-{name}", plan, function="dropout_draws", hyperparameters={"dropout": 0.5})
+    for name, plan in (("dp2", {"dp_shard": 2}), ("dp2-recompute", {"dp_shard": 2, **FULL}), ("tp2", {"tp": 2}))
+]
+BF16 = [
+    Case(f"bf16-{name}", {"precision": "bf16", **plan}, hyperparameters=SGD)
+    for name, plan in (("dp2", {"dp_shard": 2}), ("tp2-sp", {"tp": 2, **SP}), ("pp2", {"pp": 2}))
+]
+WORLDS = {
+    2: [*EQUAL_TWO, *CLIPPED, *SAVED, *RESUMED, *OVERFLOW, *DROPOUT, *BF16],
+    4: [*EQUAL_FOUR, *RESUMED_FOUR],
+}
+
+Results = Callable[[Case], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each case gave; all run before the first is looked at."""
+    folder = tmp_path_factory.mktemp("plans")
+    for world_size, cases in WORLDS.items():
+        run_cases(cases, world_size, folder)
+    return lambda case: result(case, folder)
+
+
+@cache
+def reference(model: str, hyperparameters: tuple[tuple[str, Any], ...], precision: str = "fp64") -> dict[str, Any]:
+    """What one process gives on whole batches, all three steps."""
+    return train(run_config(model, {"micro_batch_size": 12, "precision": precision}, dict(hyperparameters)))
+
+
+def assert_same(given: dict[str, Any], expected: dict[str, Any], keys: list[str], tolerance: float) -> None:
+    """Each value equal to within ``tolerance`` of the largest expected value of its kind."""
+    for key in keys:
+        if isinstance(expected[key], dict):
+            pairs = {fqn: (given[key][fqn], tensor) for fqn, tensor in expected[key].items()}
+            assert given[key].keys() == expected[key].keys()
+        else:
+            pairs = {key: (given[key], expected[key][-len(given[key]) :])}
+        largest = max(float(tensor.abs().max()) for _, tensor in pairs.values())
+        for name, (value, tensor) in pairs.items():
+            assert float((value - tensor).abs().max()) <= tolerance * largest, f"{key}: {name}"
+
+
+EVERYTHING = ["losses", "grad_norms", "group_norms", "gradients", "parameters", "evaluation"]
+AFTERWARDS = ["losses", "grad_norms", "parameters", "evaluation"]
+
+
+@pytest.mark.parametrize("case", [*EQUAL_TWO, *EQUAL_FOUR], ids=lambda case: case.name)
+def test_plan_equals_one_process(case: Case, results: Results) -> None:
+    assert_same(results(case), reference(case.model, tuple(case.hyperparameters.items())), EVERYTHING, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CLIPPED, ids=lambda case: case.name)
+def test_clipping_uses_one_global_norm(case: Case, results: Results) -> None:
+    expected = reference(case.model, tuple(case.hyperparameters.items()))
+    assert float(expected["grad_norms"].min()) > case.hyperparameters["clip_norm"]
+    # AdamW divides by the square root of tiny second moments, which magnifies the last bits.
+    assert_same(results(case), expected, EVERYTHING, 1e-8)
+
+
+@pytest.mark.parametrize("case", [*RESUMED, *RESUMED_FOUR], ids=lambda case: case.name)
+def test_state_is_read_under_another_plan(case: Case, results: Results) -> None:
+    expected = reference(case.model, tuple(case.hyperparameters.items()))
+    assert_same(results(case), expected, AFTERWARDS, 1e-8)
+
+
+@pytest.mark.parametrize("case", OVERFLOW, ids=lambda case: case.name)
+def test_overflow_on_one_rank_skips_the_step_on_all(case: Case, results: Results) -> None:
+    assert results(case) == {"skipped": True, "unchanged": True, "goes_on": True}
+
+
+@pytest.mark.parametrize("case", DROPOUT, ids=lambda case: case.name)
+def test_dropout_draws_differ_over_data_and_steps_and_resume(case: Case, results: Results) -> None:
+    draws = results(case)
+    (first, second), (resumed,) = zip(*draws["all"], strict=True), zip(*draws["resumed"], strict=True)
+    assert first != second, "each step draws anew"
+    assert resumed == second, "a resumed run draws what the run itself would have"
+    whole = case.plan.get("tp", 1) > 1
+    assert math.isclose(*first, rel_tol=1e-12) == whole, "ranks draw alike only where they hold the same tokens"
+
+
+@pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
+def test_bf16_rounds_alike_under_every_plan(case: Case, results: Results) -> None:
+    expected = reference(case.model, tuple(case.hyperparameters.items()), "bf16")
+    assert_same(results(case), expected, ["losses", "parameters"], 1e-2)
+    assert_same(results(case), expected, ["gradients"], 0.05)

@@ -1,0 +1,50 @@
+"""One rank of the parallel tests: runs a list of cases in one process group and writes what rank 0 gathered.
+
+Usage: ``python -m tests.engine.parallel.worker FOLDER``, started by ``launch.py``. ``FOLDER/cases.json`` lists the cases;
+the result of each becomes ``FOLDER/<name>.pt``. The first that raises ends the process, with its traceback in
+``FOLDER/<name>.rank<r>.txt``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engine.parallel import cases
+
+
+def collect(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with the gradients of all pipeline stages."""
+    if "gradients" in result:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result["gradients"])
+        result["gradients"] = {fqn: gradient for part in everyone for fqn, gradient in part.items()}
+    return result
+
+
+def main(folder: Path) -> None:
+    """Run every case."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for case in json.loads((folder / "cases.json").read_text()):
+        try:
+            config = cases.run_config(case["model"], case["plan"], case["hyperparameters"])
+            options = case["options"]
+            checkpoints = {key: str(folder / options[key]) for key in ("load", "save") if key in options}
+            result = collect(getattr(cases, case["function"])(config, **(options | checkpoints)))
+            if dist.get_rank() == 0:
+                torch.save(result, folder / f"{case['name']}.pt")
+        except BaseException:
+            (folder / f"{case['name']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
+            raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
