@@ -1,0 +1,263 @@
+"""What this engine does not build (yet). ``c`` is the context, ``t`` the table and ``r`` one row of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.rule import Rule, Violated, explain_few_micro_batches, has_dense_layers, kv_heads
+from engine.spec import ModelSpec
+
+# -------------------------------------------------------------------------------------------- engine: models not built
+
+
+def _model_rule(feature: str, summary: str, lacking: Callable[[ModelSpec], str], change: str) -> Rule:
+    """A rule about the architecture alone: ``lacking`` names what the engine does not build, or is empty."""
+    return Rule(
+        f"engine.{feature}",
+        "engine",
+        summary,
+        lambda c, t: bool(lacking(c.model)),
+        lambda c, r: (f"the engine does not build {lacking(c.model)}", change),
+    )
+
+
+def _unbuilt_routing(model: ModelSpec) -> str:
+    moe = model.moe
+    if moe is None:
+        return ""
+    unbuilt = {
+        "sigmoid scores": moe.scoring != "softmax",
+        f"routing limited to {moe.groups_per_token} of {moe.num_groups} groups": moe.num_groups > 1,
+        "a selection bias": moe.selection_bias,
+        "a router bias": moe.router_bias,
+    }
+    told = [name for name, present in unbuilt.items() if present]
+    return f"routers with {', '.join(told)}" if told else ""
+
+
+def _dense_among_experts(model: ModelSpec) -> str:
+    if model.moe is None or not has_dense_layers(model):
+        return ""
+    return (
+        f"dense layers among experts (num_dense_layers {model.moe.num_dense_layers},"
+        f" layer_period {model.moe.layer_period})"
+    )
+
+
+_ANOTHER_MODEL = "choose a model without it; plans for such a model can be searched, but not trained here"
+
+_MODEL_RULES = (
+    _model_rule(
+        "mla",
+        "attention is grouped-query attention",
+        lambda m: "multi-head latent attention" if m.latent_attention else "",
+        _ANOTHER_MODEL,
+    ),
+    _model_rule(
+        "attention_sinks",
+        "attention has no sinks",
+        lambda m: "attention sinks" if m.attention_sinks else "",
+        _ANOTHER_MODEL,
+    ),
+    _model_rule(
+        "rope_scaling",
+        "rotary positions are not scaled",
+        lambda m: f"scaled rotary positions {m.rope_scaling}" if m.rope_scaling else "",
+        "set model.rope_scaling to null (it matters for sequences beyond the original length)",
+    ),
+    _model_rule(
+        "qk_norm",
+        "query and key heads are not normalised",
+        lambda m: "norms of query and key heads" if m.qk_norm else "",
+        "set model.qk_norm to false, or choose a model without it",
+    ),
+    _model_rule(
+        "shared_experts",
+        "there are no shared experts",
+        lambda m: f"shared experts (width {m.moe.shared_ffn_size})" if m.moe and m.moe.shared_ffn_size else "",
+        _ANOTHER_MODEL,
+    ),
+    _model_rule("dense_first", "in a mixture of experts, each layer is one", _dense_among_experts, _ANOTHER_MODEL),
+    _model_rule("router", "routers are softmax over all experts, without biases", _unbuilt_routing, _ANOTHER_MODEL),
+    _model_rule(
+        "expert_bias",
+        "experts have no biases",
+        lambda m: "experts with biases" if m.moe and m.moe.expert_bias else "",
+        _ANOTHER_MODEL,
+    ),
+    _model_rule(
+        "plain_experts",
+        "experts are gated",
+        lambda m: "experts with a plain feed-forward" if m.moe and m.mlp == "plain" else "",
+        "set model.mlp to gated",
+    ),
+    _model_rule(
+        "activation",
+        "the activation is silu, gelu, gelu_tanh or relu",
+        lambda m: f"the activation {m.activation}" if m.activation == "clamped_swiglu" else "",
+        "set model.activation to silu, gelu, gelu_tanh or relu",
+    ),
+    _model_rule(
+        "mtp",
+        "there are no multi-token-prediction layers",
+        lambda m: f"multi-token prediction (num_mtp_layers {m.num_mtp_layers})" if m.num_mtp_layers else "",
+        "set model.num_mtp_layers to 0",
+    ),
+    Rule(
+        "engine.sliding_window",
+        "engine",
+        "the attention window is not shorter than the sequence",
+        lambda c, t: t["sequence_length"] > (c.model.sliding_window or np.inf),
+        lambda c, r: (
+            f"the engine does not build attention windows, sequence_length {r.sequence_length} exceeds the window of"
+            f" {c.model.sliding_window} tokens",
+            f"set sequence_length to {c.model.sliding_window} or less, or model.sliding_window to null",
+        ),
+    ),
+)
+
+# --------------------------------------------------------------------------------------------- engine: plans not built
+
+
+def _plan_rule(feature: str, summary: str, violated: Violated, told: str, change: str) -> Rule:
+    """A rule about what the engine's plans lack; ``told`` and ``change`` are format strings of ``c`` and ``r``."""
+    return Rule(
+        f"engine.{feature}",
+        "engine",
+        summary,
+        violated,
+        lambda c, r: (f"the engine does not build {told.format(c=c, r=r)}", change.format(c=c, r=r)),
+    )
+
+
+_PLAN_RULES = (
+    _plan_rule(
+        "dp_replicate",
+        "data parallelism shards parameters",
+        lambda c, t: t["dp_replicate"] > 1,
+        "replicated data parallelism (dp_replicate {r.dp_replicate})",
+        "set dp_replicate to 1 and multiply dp_shard by {r.dp_replicate}",
+    ),
+    _plan_rule(
+        "cp",
+        "the sequence is not split between ranks",
+        lambda c, t: t["cp"] > 1,
+        "context parallelism (cp {r.cp})",
+        "set cp to 1 and use tp, pp or dp_shard",
+    ),
+    _plan_rule(
+        "ep",
+        "experts are not spread over ranks",
+        lambda c, t: t["ep"] > 1,
+        "expert parallelism (ep {r.ep})",
+        "set ep to 1",
+    ),
+    _plan_rule(
+        "moe_tp",
+        "tensor parallelism splits every expert",
+        lambda c, t: (t["tp"] != t["etp"]) & (c.model.moe is not None),
+        "whole experts on each tensor-parallel rank (tp {r.tp}, etp {r.etp})",
+        "set etp to {r.tp}",
+    ),
+    _plan_rule(
+        "schedule",
+        "pipelines run 1f1b with one stage per rank",
+        lambda c, t: (t["pp"] > 1) & ((t["schedule"] != "1f1b") | (t["virtual_stages"] > 1)),
+        "the pipeline schedule {r.schedule} with virtual_stages {r.virtual_stages}",
+        "set schedule to 1f1b and virtual_stages to 1",
+    ),
+    Rule(
+        "engine.micro_batches",
+        "engine",
+        "1f1b has at least pp micro-batches (other stacks take fewer)",
+        lambda c, t: (t["pp"] > 1) & (t["schedule"] == "1f1b") & (t["num_micro_batches"] < t["pp"]),
+        lambda c, r: explain_few_micro_batches(c, r, r.pp),
+    ),
+    _plan_rule(
+        "zero_stage",
+        "sharding is ZeRO stage 2 or 3",
+        lambda c, t: (t["dp_shard"] > 1) & (t["zero_stage"] < 2),
+        "zero_stage {r.zero_stage} over dp_shard {r.dp_shard}",
+        "set zero_stage to 2 or 3",
+    ),
+    _plan_rule(
+        "recompute",
+        "recompute is none, full or every_k",
+        lambda c, t: t["recompute"] == "selective",
+        "selective recompute",
+        "set recompute to none, full or every_k",
+    ),
+    _plan_rule(
+        "offload",
+        "nothing is kept in host memory",
+        lambda c, t: (
+            (t["offload_parameters_ratio"] > 0)
+            | (t["offload_optimizer_ratio"] > 0)
+            | (t["offload_activations_ratio"] > 0)
+        ),
+        "offload (parameters {r.offload_parameters_ratio:g}, optimizer {r.offload_optimizer_ratio:g}, activations"
+        " {r.offload_activations_ratio:g})",
+        "set the offload ratios to 0; sharding or recompute save memory too",
+    ),
+    _plan_rule(
+        "precision",
+        "precision is bf16, fp32 or fp64",
+        lambda c, t: np.isin(t["precision"], ("fp16", "fp8")),
+        "precision {r.precision}",
+        "set precision to bf16, fp32 or fp64",
+    ),
+    _plan_rule(
+        "gradient_compression",
+        "gradients are not compressed",
+        lambda c, t: t["gradient_compression"] != "none",
+        "gradient_compression {r.gradient_compression}",
+        "set gradient_compression to none",
+    ),
+    _plan_rule(
+        "overlap",
+        "overlap is on for dp and pp, off for tp",
+        lambda c, t: ~t["overlap_dp"] | t["overlap_tp"] | ~t["overlap_pp"],
+        "overlap_dp {r.overlap_dp}, overlap_tp {r.overlap_tp}, overlap_pp {r.overlap_pp}",
+        "set overlap_dp and overlap_pp to true and overlap_tp to false",
+    ),
+    _plan_rule(
+        "rank_order",
+        "ranks are ordered tp-cp-dp-pp",
+        lambda c, t: t["rank_order"] != "tp-cp-dp-pp",
+        "rank_order {r.rank_order}",
+        "set rank_order to tp-cp-dp-pp",
+    ),
+    _plan_rule(
+        "kv_replication",
+        "tp is at most the number of key and value heads",
+        lambda c, t: t["tp"] > kv_heads(c.model),
+        "key and value heads held by several ranks: tp {r.tp} exceeds {c.model.num_kv_heads} heads",
+        "set tp to {c.model.num_kv_heads} or less",
+    ),
+    _plan_rule(
+        "vocab_padding",
+        "with vocab_parallel, tp divides the vocabulary",
+        lambda c, t: t["vocab_parallel"] & (c.model.vocab_size % t["tp"] != 0),
+        "a vocabulary of {c.model.vocab_size} split over tp {r.tp}, which does not divide it",
+        "set vocab_parallel to false, or pad model.vocab_size to a multiple of {r.tp}",
+    ),
+    _plan_rule(
+        "tied_pp",
+        "tied embeddings stand on one pipeline stage",
+        lambda c, t: (t["pp"] > 1) & c.model.tied_embeddings,
+        "tied embeddings over pipeline stages (pp {r.pp})",
+        "set pp to 1, or model.tied_embeddings to false",
+    ),
+    _plan_rule(
+        "dropout_tp",
+        "dropout is off with tensor parallelism",
+        lambda c, t: (t["tp"] > 1) & (c.dropout > 0),
+        "dropout {c.dropout:g} with tensor parallelism (tp {r.tp})",
+        "set dropout to 0 or tp to 1",
+    ),
+)
+
+
+ENGINE_RULES = (*_MODEL_RULES, *_PLAN_RULES)
