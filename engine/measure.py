@@ -38,6 +38,7 @@ class Meter:
         self._context = context
         self._process = psutil.Process()
         self._num_steps = 0
+        self._is_tracking = False
         self._newest: tuple[float, int] | None = None
         self._timed_tokens = 0
         self._timed_seconds = 0.0
@@ -61,7 +62,8 @@ class Meter:
         """
         number, self._num_steps = self._num_steps, self._num_steps + 1
         wanted = self._options.measure_memory and self._context.device.type == "cpu"
-        if wanted and self._peak_memory_bytes is None and (number == 1 or is_last):
+        self._is_tracking = wanted and self._peak_memory_bytes is None and (number == 1 or is_last)
+        if self._is_tracking:
             with LiveStorageTracker() as tracker:
                 tracker.track(_state_tensors(stepper))
                 result = step()
@@ -71,7 +73,8 @@ class Meter:
 
     def add(self, seconds: float, num_tokens: int, *, timed: bool) -> None:
         """Take in a step of the whole job: its wall time and its tokens."""
-        self._newest = seconds, num_tokens
+        if not self._is_tracking or self._newest is None:
+            self._newest = seconds, num_tokens
         if timed:
             self._timed_steps.append(seconds)
             self._timed_seconds += seconds

@@ -57,11 +57,6 @@ class Arguments:
     json: bool
     quiet: bool
 
-    @property
-    def writes(self) -> bool:
-        """Whether the run folder is written to."""
-        return not self.evaluate_only
-
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Read the command line; prints help and exits when it is empty or wrong."""
@@ -90,6 +85,7 @@ class Program:
         self._arguments = arguments
         self._signals = signals
         self._rank = int(os.environ.get("RANK", "0"))
+        self._writes = not arguments.evaluate_only
         self._lock: IO[str] | None = None
         self._trainer: Trainer | None = None
 
@@ -113,7 +109,7 @@ class Program:
         if config.runtime.device == "cpu":
             # Read by the OpenMP runtime when torch is imported; torch.set_num_threads alone leaves its pool large.
             os.environ["OMP_NUM_THREADS"] = str(config.runtime.threads_per_rank)
-        if arguments.writes:
+        if self._writes:
             make_folder(arguments.folder)
             clear_failures(arguments.folder, self._rank, config.plan.world_size)
 
@@ -131,12 +127,19 @@ class Program:
         from engine.trainer import Trainer
 
         arguments = self._arguments
-        if arguments.writes:
+        if self._writes:
             context.judge(self._take_lock)
+            self._writes = context.broadcast(self._lock is not None)
+            if not self._writes:
+                raise UserError(
+                    f"another process trains in {arguments.folder}",
+                    hint="wait for it, stop it, or choose another --folder",
+                )
             _check_shared(arguments.folder, context)
         trainer = Trainer(config, context, arguments.folder, signals=self._signals, report=self._report)
         self._trainer = trainer
         if arguments.evaluate_only:
+            self._report(f"evaluating {trainer.resumed_from.path if trainer.resumed_from else 'the initial weights'}")
             outcome, exit_code = trainer.outcome("ok", evaluation=trainer.evaluate()), 0
         else:
             if self._rank == 0 and not trainer.is_complete:
@@ -144,13 +147,14 @@ class Program:
             self._signals.deferred = True
             outcome, exit_code = trainer.run()
         self._end(outcome, exit_code)
+        self._report(_summary(outcome))
         if arguments.export and exit_code == 0:
             trainer.export(arguments.export)
             self._report(f"exported to {arguments.export}")
         return exit_code
 
     def _end(self, outcome: Outcome, exit_code: int) -> None:
-        """Write the outcome and say it."""
+        """Write the outcome, close the trainer, print JSON if asked for."""
         if self._rank == 0 and self._may_write(outcome):
             write_outcome(self._arguments.folder, outcome)
         if self._trainer:
@@ -158,12 +162,10 @@ class Program:
             self._trainer = None
         if self._rank == 0 and self._arguments.json:
             print(json.dumps(outcome.to_data()), flush=True)
-        elif exit_code != USER_ERROR_EXIT_CODE:
-            self._report(_summary(outcome))
 
     def _may_write(self, outcome: Outcome) -> bool:
         """Whether the outcome goes into the folder: a start that was refused leaves the result of a finished run."""
-        if not self._arguments.writes or not self._arguments.folder.is_dir():
+        if not self._writes:
             return False
         previous = read_outcome(self._arguments.folder)
         return outcome.kind != "user" or previous is None or previous.kind != "ok"
@@ -171,7 +173,6 @@ class Program:
     def _fail(self, error: BaseException) -> int:
         """Write down what ended this process, and on rank 0 the outcome of the job."""
         kind, detail = classify(error), describe(error)
-        folder = self._arguments.folder
         if kind in ("infra", "oom", "hang"):
             traceback.print_exception(error)
         elif self._rank == 0:
@@ -180,7 +181,9 @@ class Program:
         if isinstance(error, Interrupted):
             exit_code = 128 + error.signal_number
         try:
-            if self._arguments.writes and folder.is_dir():
+            self._writes = self._may_write_failure()
+            if self._writes:
+                folder = self._arguments.folder
                 write_failure(folder, RankFailure(kind=kind, detail=detail, rank=self._rank, time=time.time()))
                 # Another rank may know better: this one perhaps only lost its peer.
                 worst = read_failures(folder)[0]
@@ -193,15 +196,28 @@ class Program:
             print(f"error: {unwritable}", file=sys.stderr, flush=True)
         return exit_code
 
+    def _may_write_failure(self) -> bool:
+        """Whether the folder is this job's to write to, even if the failure came before it was locked."""
+        if not self._writes or not self._arguments.folder.is_dir():
+            return False
+        if self._rank == 0 and self._lock is None:
+            self._take_lock()
+        return self._rank != 0 or self._lock is not None
+
     def _take_lock(self) -> None:
+        """Lock the folder until the process ends, however it does; leave ``_lock`` None when another has it.
+
+        Raises:
+            UserError: The folder can't be written to.
+        """
         path = self._arguments.folder / LOCK_FILE
         try:
-            self._lock = open(path, "w")  # noqa: SIM115  (held, and so locked, until the process ends)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process trains in {path.parent}", hint="wait for it, stop it, or choose another --folder"
-            ) from None
+            file = open(path, "w")  # noqa: SIM115  (an open file holds the lock)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = file
+            except BlockingIOError:
+                file.close()
         except OSError as error:
             hint = "choose another --folder"
             raise UserError(f"cannot write to {path.parent}: {error.strerror}", hint=hint) from None

@@ -111,7 +111,8 @@ class Trainer:
         self._store = CheckpointStore(folder, config.checkpoint.keep, context)
         self._guard = LossGuard(config.runtime.diverged_above, config.runtime.max_skipped_steps)
         self.state = RunState(config.runtime.learning_rate_scale, config.plan.micro_batch_size)
-        self._resumed_from = self._find_start()
+        self.resumed_from = self._find_start()
+        """The checkpoint that the run goes on from, if any."""
         self._start_step = self.state.step
         self._telemetry: TelemetryWriter | None = None
         self._sinks: MetricSinks | None = None
@@ -265,8 +266,9 @@ class Trainer:
         evaluation = self.evaluate()
         if not math.isfinite(evaluation.loss):
             raise RunFailure("nan", "the held-out loss is not finite")
-        early = self._end_step < self.config.num_steps
-        if self.config.branch is None and (self.config.checkpoint.at_end or early):
+        # A branch's last checkpoint is one that the run itself may be rolled back to, to go on from there.
+        stops_early = self._end_step < self.config.num_steps and self.config.branch is None
+        if self.config.checkpoint.at_end or stops_early:
             self.save_checkpoint()
         return self.outcome("ok", evaluation=evaluation), 0
 
@@ -414,7 +416,7 @@ class Trainer:
         return {"time": time.time(), "step": self.state.step, "tokens": self.tokens}
 
     def _record_start(self) -> None:
-        resumed = self._resumed_from
+        resumed = self.resumed_from
         data = {
             "world_size": self.context.world_size,
             "pid": os.getpid(),

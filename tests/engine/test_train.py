@@ -374,6 +374,8 @@ def test_two_processes_cannot_train_in_one_folder(
     at_step(monkeypatch, 2, lambda: codes.append(train(tiny_run(corpus), tmp_path, "--quiet")))
     assert train(tiny_run(corpus), tmp_path, "--quiet") == 0
     assert codes == [2]
+    assert not (tmp_path / "failures").exists()
+    assert outcome_of(tmp_path).kind == "ok"
     assert "another process trains" in capsys.readouterr().err
 
 
