@@ -1,5 +1,5 @@
-"""Named random streams. A stream's draws follow from (seed, name, how often it was used, ranks), so their whole state is
-a few counts that are equal on all ranks, do not depend on the world size and fit a checkpoint."""
+"""Named random streams. A stream's draws follow from (seed, name, how often it was used, ranks): their whole state is a
+few counts, equal on all ranks and independent of the world size, which fit a checkpoint."""
 
 from __future__ import annotations
 

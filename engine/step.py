@@ -23,7 +23,7 @@ from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
 from engine.parallel.data import apply_data_parallel, end_evaluation
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
-from engine.parallel.runner import AccumulationRunner, Runner
+from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather
 from engine.parallel.tensor import apply_tensor_parallel, settle_gradients, vocab_parallel_loss
 from engine.plan import Plan
@@ -55,8 +55,9 @@ class StepResult:
 class Stepper:
     """The model, optimizer and random streams of one rank.
 
-    Made by ``Stepper.build``. Every method is called by all ranks together; tokens and labels are int64
-    [local batch, L], the rank's own contiguous slice of the global batch (ranks that differ only along tp or pp pass the same).
+    Made by ``Stepper.build``. Every method is called by all ranks together. Tokens and labels are int64
+    [local batch, L], the data-parallel rank's own contiguous slice of the global batch; ranks that differ along tp or pp
+    pass the same.
 
     Attributes:
         parts: The pipeline stages this rank holds (one).
@@ -107,7 +108,7 @@ class Stepper:
                 compute_dtype=policy.compute,
             ).to(policy.parameters)
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
-        loss = summed_loss
+        loss: LossFunction = summed_loss
         if context.has_axis("tp"):
             apply_tensor_parallel(part, spec, plan, context.axis("tp"))
             if plan.vocab_parallel:
@@ -154,8 +155,8 @@ class Stepper:
     def train_step(self, tokens: Tensor, labels: Tensor, learning_rate: float) -> StepResult:
         """Forward, backward and update on one global batch.
 
-        The loss is divided by the valid tokens of the whole global batch before the backward pass, so gradients do
-        not depend on how the batch is split. The update is left out, and nothing changes, when the loss or a gradient is
+        The loss is divided by the valid tokens of the whole global batch before the backward pass, so gradients do not
+        depend on how the batch is split. The update is left out, and nothing changes, when the loss or a gradient is
         not finite on any rank.
         """
         start = time.perf_counter()
@@ -231,8 +232,8 @@ class Stepper:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the tensors of a state in the form of ``state_dict``. Tensors that DCP loaded in place are the live ones
-        already."""
+        """Take over the tensors of a state in the form of ``state_dict``. Those that DCP loaded in place are the live
+        ones already."""
         for section, tensors in self.state_dict().items():
             for name, tensor in tensors.items():
                 if state[section][name] is not tensor:
@@ -286,7 +287,8 @@ def enlarge_vocabulary(spec: ModelSpec, plan: Plan, vocab_size: int) -> ModelSpe
     if plan.vocab_parallel and size % plan.tp:
         wanted = -(-size // plan.tp) * plan.tp
         raise UserError(
-            f"a vocabulary of {size} (model {spec.vocab_size}, tokenizer {vocab_size}) cannot be split over tp {plan.tp}",
+            f"a vocabulary of {size} (model {spec.vocab_size}, tokenizer {vocab_size}) cannot be split over tp"
+            f" {plan.tp}",
             hint=f"set model.vocab_size to {wanted}, or plan.vocab_parallel to false",
         )
     return spec if size == spec.vocab_size else spec.changed(vocab_size=size)

@@ -78,8 +78,8 @@ class Decoder(nn.Module):
             self.head = Head() if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens int64 [B, L] (with an embedding) or hidden states [B, L, H] to logits [B, L, V] (with a head) or hidden
-        states [B, L, H]."""
+        """Tokens int64 [B, L], or hidden states [B, L, H] without an embedding, to logits [B, L, V], or hidden states
+        [B, L, H] without a head."""
         if self.embedding is not None:
             x = self._embed(x)
         for block in self.layers.values():

@@ -6,6 +6,7 @@ Modules compute in the dtype of their input and round their parameters to it; se
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from engine.precision.policy import wide
 from engine.spec import ModelSpec
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 """The activations built, by the name in ModelSpec."""
 
 

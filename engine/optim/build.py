@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from engine.optim.groups import decays
@@ -22,7 +23,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], hyperparameters: Hyp
         hyperparameters: Optimizer, betas, epsilon and weight decay; the learning rate is set at each step.
     """
     h = hyperparameters
-    members: dict[Hashable, list[nn.Parameter]] = {}
+    members: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for fqn, parameter in parameters.items():
         # Fused kernels take tensors of one kind: plain ones, or DTensors of one mesh.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -1,4 +1,4 @@
-"""One gradient norm over all meshes. Which rank counts a parameter follows from how it is split, never from its name."""
+"""One gradient norm over all meshes. Which rank counts a parameter follows from how it is split, not from its name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
     """
     split: set[str] = set()
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        split = {name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()}
+        placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        split = {axis for axis, placement in placements if not placement.is_replicate()}
     return all(axis in split or context.coordinate(axis) == 0 for axis in ("dp", "tp"))
 
 
 def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> Tensor:
-    """This rank's share of the squared gradient norm of each of ``GROUPS``, fp64 [len(GROUPS)]; the sum over all ranks is
-    the whole. Not finite if any gradient here is not."""
+    """This rank's share of the squared gradient norm of each of ``GROUPS``, fp64 [len(GROUPS)]; the sum over all ranks
+    is the whole. Not finite if any gradient here is not."""
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
     for fqn, parameter in parameters.items():
         if parameter.grad is not None and counts_here(parameter, context):

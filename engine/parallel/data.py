@@ -1,9 +1,9 @@
 """Data parallelism with sharded parameters: fully_shard on the groups of a decoder.
 
-Gradients are summed over the data-parallel ranks, not averaged: the loss is divided by the valid tokens of the whole global
-batch already. ZeRO stage 3 frees the gathered parameters of a group after its forward pass and reduces gradients at every
-micro-batch; stage 2 keeps the gathered parameters for the whole step and reduces gradients once, at its end. In a pipeline
-the schedule reduces once in both.
+Gradients are summed over the data-parallel ranks, not averaged: the loss is divided by the valid tokens of the whole
+global batch already. ZeRO stage 3 frees the gathered parameters of a group after its forward pass and reduces gradients
+at every micro-batch; stage 2 keeps the gathered parameters for the whole step and reduces gradients once, at its end.
+In a pipeline the schedule reduces once in both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.precision.policy import PrecisionPolicy
 def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, mesh: DeviceMesh) -> None:
     """Shard a model or stage, still on the meta device, over the ``dp`` mesh.
 
-    Groups: the embedding, each block, the last norm with the head. What is left (the embedding of positions; the embedding of
-    a model whose head uses it too, with the norm) is the root's group.
+    Groups: the embedding, each block, the last norm with the head. What is left is the root's group: the embedding of
+    positions; with tied embeddings, the embedding and the last norm.
     """
     mixed = MixedPrecisionPolicy(policy.compute, policy.parameters, cast_forward_inputs=False)
     free = plan.zero_stage == 3
@@ -41,7 +41,7 @@ def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, mesh
     for module in _sharded(part):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
-    # Under tensor parallelism modules return views; torch warns of in-place changes to them, which the decoder never does.
+    # Under tensor parallelism modules return views; torch warns of in-place changes to them, which there are none of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -29,7 +30,7 @@ class PipelineRunner:
         spec: The architecture.
         context: This rank's place.
         policy: Dtypes.
-        num_micro_batches: Per step; at least the number of stages (rule ``schedule.micro_batches``).
+        num_micro_batches: Per step; at least the number of stages (rule ``pp.micro_batches``).
         sequence_length: Tokens per sequence.
     """
 
@@ -73,25 +74,28 @@ class PipelineRunner:
         """See ``Runner``."""
         self._scale = scale
         losses: list[Tensor] = []
-        inputs = (tokens,) if self._context.is_first_stage else ()
-        target = {"target": labels} if self._context.is_last_stage else {}
-        self._schedule.step(*inputs, **target, losses=losses, return_outputs=False)
+        inputs, targets = self._of_this_stage(tokens, labels)
+        self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         return self._total(losses)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """See ``Runner``. The batch is filled up with ignored sequences to the schedule's fixed shape."""
         self._scale = 1.0
         losses: list[Tensor] = []
-        for inputs, targets in zip(tokens.split(self._local_batch), labels.split(self._local_batch), strict=True):
-            missing = self._local_batch - len(inputs)
-            inputs = torch.cat([inputs, inputs.new_zeros(missing, inputs.shape[1])])
-            targets = torch.cat([targets, targets.new_full((missing, targets.shape[1]), IGNORED)])
-            arguments = (inputs,) if self._context.is_first_stage else ()
-            target = {"target": targets} if self._context.is_last_stage else {}
-            chunk: list[Tensor] = []
-            self._schedule.eval(*arguments, **target, losses=chunk, return_outputs=False)
-            losses += chunk
+        batches = zip(tokens.split(self._local_batch), labels.split(self._local_batch), strict=True)
+        for some_tokens, some_labels in batches:
+            missing = self._local_batch - len(some_tokens)
+            inputs, targets = self._of_this_stage(
+                F.pad(some_tokens, (0, 0, 0, missing)), F.pad(some_labels, (0, 0, 0, missing), value=IGNORED)
+            )
+            of_batch: list[Tensor] = []  # the schedule empties the list it is given
+            self._schedule.eval(*inputs, target=targets, losses=of_batch, return_outputs=False)
+            losses += of_batch
         return self._total(losses)
+
+    def _of_this_stage(self, tokens: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The inputs that only the first stage takes, and the labels that only the last one does."""
+        return (tokens,) if self._context.is_first_stage else (), labels if self._context.is_last_stage else None
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._loss(logits, labels) * self._scale

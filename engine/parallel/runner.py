@@ -26,8 +26,8 @@ class Runner(Protocol):
         """Change the micro-batch from the next batch on."""
 
     def train(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Forward and backward of the local batch; gradients of ``scale`` times the summed loss are left in the parameters,
-        summed over data-parallel ranks.
+        """Forward and backward of the local batch. Leaves the gradients of ``scale`` times the summed loss in the
+        parameters, summed over data-parallel ranks.
 
         Returns:
             ``scale`` times this rank's summed loss, a scalar; 0 on ranks that hold no head.

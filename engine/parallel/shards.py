@@ -46,6 +46,6 @@ def gather(split: Tensor) -> Tensor:
 
 
 def _innermost_first(split: DTensor) -> list[int]:
-    """The mesh axes of a tensor from the one that divides the smallest part: strided ones divide what the others left."""
+    """The mesh axes of a tensor, from the one that divides the smallest part: strided ones divide what others left."""
     axes = range(split.device_mesh.ndim)
     return sorted(axes, key=lambda axis: (not isinstance(split.placements[axis], StridedShard), -axis))

@@ -27,6 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.loss import IGNORED
 from engine.models.moe import Experts
 from engine.parallel.runner import LossFunction
+from engine.parallel.shards import local
 from engine.plan import Plan
 from engine.precision.policy import wide
 from engine.spec import ModelSpec
@@ -48,7 +49,7 @@ class ExpertSlices(ParallelStyle):
             split = distribute_tensor(getattr(module, name), device_mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split))
         whole_weights = module.weights
-        module.weights = lambda: tuple(weight.to_local() for weight in whole_weights())  # type: ignore[method-assign]
+        module.weights = lambda: tuple(map(local, whole_weights()))  # type: ignore[assignment, method-assign, return-value]
         module.register_forward_pre_hook(lambda _, inputs: self._enter(device_mesh, *inputs))
         module.register_forward_hook(lambda _, __, output: self._leave(device_mesh, output))
         return module
@@ -69,7 +70,7 @@ class ExpertSlices(ParallelStyle):
 def tensor_parallel_table(spec: ModelSpec, plan: Plan) -> dict[str, ParallelStyle]:
     """Style by module name, ``*`` for any layer number. Names that a model or stage lacks are skipped."""
     stream: Placement = Shard(1) if plan.sequence_parallel else Replicate()
-    # The input stays a DTensor so that the gradients of all projections that read it are summed before they are reduced.
+    # The input stays a DTensor, so that gradients of all projections that read it are summed before they are reduced.
     enter = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=False)
     table: dict[str, ParallelStyle] = {
         "layers.*.attention": enter,
@@ -128,7 +129,7 @@ def vocab_parallel_loss(mesh: DeviceMesh) -> LossFunction:
         flat = logits.to(wide(logits.dtype)).flatten(0, 1)
         split = DTensor.from_local(flat, mesh, [Shard(1)], run_check=False)
         summed = F.cross_entropy(split, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return summed.to_local()
+        return local(summed)
 
     return loss
 
@@ -137,5 +138,7 @@ def settle_gradients(part: nn.Module) -> None:
     """Sum gradients that ranks of the ``tp`` axis hold in parts (norms and biases applied to a split sequence)."""
     for parameter in part.parameters():
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+            continue
+        if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -82,8 +82,8 @@ def train(
         save: Where to write a checkpoint at the end, if anywhere.
 
     Returns:
-        Losses and norms of all steps, this rank's whole gradients of the first; on rank 0 the whole parameters at the end;
-        the loss on another batch.
+        Losses and norms of all steps; this rank's whole gradients of the first; on rank 0 the whole parameters at the
+        end; the loss on another batch.
     """
     stepper = build(config)
     context = stepper.context
@@ -116,8 +116,8 @@ def _whole_gradients(stepper: Stepper) -> dict[str, Tensor]:
 
 
 def overflow_on_last_rank(config: RunConfig) -> dict[str, Any]:
-    """Make a gradient infinite on the last rank alone, and tell whether every rank skipped, kept every bit of its state, and
-    goes on afterwards."""
+    """Make a gradient infinite on the last rank alone, and tell whether every rank skipped, kept every bit of its state
+    and goes on afterwards."""
     stepper = build(config)
     context = stepper.context
     stepper.train_step(*batch(0, context), LEARNING_RATE)

@@ -1,6 +1,6 @@
 """One rank of the parallel tests: runs a list of cases in one process group and writes what rank 0 gathered.
 
-Usage: ``python -m tests.engine.parallel.worker FOLDER``, started by ``launch.py``. ``FOLDER/cases.json`` lists the cases;
+Usage: ``python -m tests.engine.parallel.worker FOLDER``, started by ``launch.py``. ``FOLDER/cases.json`` lists cases;
 the result of each becomes ``FOLDER/<name>.pt``. The first that raises ends the process, with its traceback in
 ``FOLDER/<name>.rank<r>.txt``.
 """
