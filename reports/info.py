@@ -448,7 +448,7 @@ def _parallel_column(label: str, values: Sequence[Scalar]) -> ParallelColumn:
     present = [value for value in values if value is not None]
     distinct = set(map(repr, present))
     if not all(_is_number(value) for value in present) or len(distinct) <= MAX_CATEGORIES:
-        ordered = [parameter_text(value) for value in sorted(set(present), key=_sort_key)]
+        ordered = [parameter_text(value) for value in sorted(present, key=_sort_key)]
         absent = [parameter_text(None)] if len(present) < len(values) else []
         places = {text: float(place) for place, text in enumerate(dict.fromkeys([*absent, *ordered]))}
         positions = [places[parameter_text(value)] for value in values]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.study.runner import RUN_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.config import RunConfig, load_run
 from engine.errors import UserError
@@ -37,7 +38,7 @@ def run_file(
     if trial.folder is None:
         raise UserError(f"trial {trial.number} has no folder", hint="pick another trial")
     try:
-        run, _ = load_run(trial.folder / "run.yaml")
+        run, _ = load_run(trial.folder / RUN_FILE)
     except UserError as error:
         raise UserError(
             f"the run file of trial {trial.number} cannot be used: {error.message}",

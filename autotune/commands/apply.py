@@ -129,10 +129,10 @@ def _print(
     *,
     own_tokens: bool,
 ) -> None:
-    from reports.info import parameter_text
     from rich.console import Console
 
     from engine.units import format_count
+    from reports.info import parameter_text
 
     lines = [f"trial {trial.number} of {snapshot.name}: {trial.plan}"]
     figures = [
@@ -142,7 +142,7 @@ def _print(
     lines += [f"  {', '.join(figures)}"]
     lines += [f"  {name} = {parameter_text(value)}" for name, value in trial.parameters.items()]
     lines += ["", *reasons, ""]
-    tokens = f"trains on {format_count(config.workload.total_tokens)} tokens in {config.num_steps} steps"
-    lines.append(tokens + (", as many as the trial; --total-tokens sets the length of the real run" if own_tokens else ""))
+    length = f"trains on {format_count(config.workload.total_tokens)} tokens in {config.num_steps} steps"
+    lines.append(f"{length}, as the trial; --total-tokens gives the real run its length" if own_tokens else length)
     lines += ["", f"run file  {output}", f"chosen    {chosen_file}", f"next      {train}"]
     Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -28,10 +28,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Write the page of a study: Pareto front, knee, failures. One HTML file that needs no network; also front.csv."""
-    from reports.render import front_csv, write_report
-
     from autotune.study.study import load_snapshot
     from engine.atomic import write_text
+    from reports.render import front_csv, write_report
 
     folder = study_folder(runs_dir, study)
     snapshot = load_snapshot(folder)
@@ -48,9 +47,8 @@ def command(
 
 def _result(snapshot: StudySnapshot, page: Path, front: Path) -> dict[str, Any]:
     """What was written and found, as plain data."""
-    from reports.info import get_summary
-
     from autotune.apply.select import front_trials, knee_trial
+    from reports.info import get_summary
 
     trials = front_trials(snapshot)
     knee = knee_trial(snapshot, trials)
@@ -66,14 +64,15 @@ def _result(snapshot: StudySnapshot, page: Path, front: Path) -> dict[str, Any]:
 
 
 def _print(snapshot: StudySnapshot, page: Path, front: Path) -> None:
+    from rich.console import Console
+
     from reports.info import get_failures, get_summary
     from reports.terminal import front_table, status_line
-    from rich.console import Console
 
     console = Console()
     console.print(front_table(snapshot))
     lines = [status_line(snapshot)]
-    lines += [f"{failure.kind} (trial {failure.first_trial}): {failure.first_detail}" for failure in get_failures(snapshot)]
+    lines += [f"{kind.kind} (trial {kind.first_trial}): {kind.first_detail}" for kind in get_failures(snapshot)]
     summary = get_summary(snapshot)
     if summary.choices:
         knee = summary.choices[0]

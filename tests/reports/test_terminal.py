@@ -1,0 +1,53 @@
+"""The front as a table of text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from reports.terminal import front_table, status_line
+from tests.reports.synthetic import HOSTILE, make_snapshot
+
+pytestmark = pytest.mark.unit
+
+
+def printed(snapshot, width=120, **options):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(front_table(snapshot, **options))
+    return console.file.getvalue()
+
+
+def test_knee_units_and_settings_are_shown():
+    text = printed(make_snapshot(40))
+    assert text.count("★") == 2  # its row, and what it means
+    assert all(word in text for word in ("tokens/s", "GiB", "nats/token", "learning_rate=", "tp2 mb8 fp32"))
+
+
+def test_three_objectives_fit_into_80_columns():
+    lines = printed(make_snapshot(40), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+
+
+def test_a_long_front_is_cut_but_keeps_the_knee():
+    snapshot = make_snapshot(300)
+    text = printed(snapshot, most=6)
+    rows = [line for line in text.splitlines() if "fp32" in line]
+    assert len(rows) <= 6
+    assert sum("★" in row for row in rows) == 1
+    assert "more in the report" in text
+
+
+def test_words_of_a_study_are_not_markup():
+    assert HOSTILE[:12] in printed(make_snapshot(9, hostile=True), width=300)
+    assert "[red]" in printed(make_snapshot(9, hostile=True), width=300)
+
+
+@pytest.mark.parametrize("snapshot", [make_snapshot(0), make_snapshot(5, failure_ratio=1)])
+def test_no_front_says_why(snapshot):
+    assert "No trial has" in printed(snapshot)
+
+
+def test_status_line():
+    assert status_line(make_snapshot(0)) == "no trials yet"
+    assert status_line(make_snapshot(1, failure_ratio=0, num_pending=1)) == "2 trials: 1 knee, 1 running"
