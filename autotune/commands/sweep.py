@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from autotune.study.study import Nothing, Study
 
 NUM_SHOWN_CANDIDATES = 5
+PLAIN_WIDTH = 140
+"""Columns of tables that go to a file or a pipe."""
 
 
 def command(
@@ -73,6 +75,8 @@ def command(
     from autotune.study.study import Study
 
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
     opened = Study.create_or_open(folder, loaded, enumeration, storage_url=storage, num_trials=num_trials, seed=seed)
     try:
         view = SweepView(console, opened.snapshot(), num_trials, workers)
@@ -207,9 +211,8 @@ def _one_line(plan: str, chosen: dict[str, Any]) -> str:
 def _print_end(
     console: Console, snapshot: StudySnapshot, ending: Nothing | None, chosen: int | None, runs_dir: Path, again: str
 ) -> None:
-    from reports.terminal import front_table
-
     from autotune.study.study import Nothing
+    from reports.terminal import front_table
 
     console.print()
     console.print(front_table(snapshot))

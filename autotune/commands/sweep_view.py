@@ -83,13 +83,14 @@ class SweepView:
         with self._lock:
             self._running.pop(assignment.number, None)
             self._newest = [*self._newest, (assignment.number, describe(assignment), outcome)][-NUM_ROWS:]
-            self._count(assignment.number, outcome)
+            if assignment.repeat_of is None:
+                self._count(assignment.number, outcome)
             if outcome.wall_seconds is not None:
                 self._seconds.append(outcome.wall_seconds)
             total = f"/{self._num_trials}" if self._num_trials is not None else ""
-            done = self._num_finished
+            place = f"[{self._num_finished}{total}]" if assignment.repeat_of is None else "[repeat]"
         values = self._values_text(outcome)
-        self._line(f"[{done}{total}] trial {assignment.number}: {describe(assignment)}: {values}")
+        self._line(f"{place} trial {assignment.number}: {describe(assignment)}: {values}")
 
     def released(self, assignment: Assignment) -> None:
         """A trial was stopped and waits for the next driver."""
@@ -175,7 +176,8 @@ class SweepView:
 
 def describe(assignment: Assignment) -> str:
     """A candidate in one line: its plan and the hyperparameters that were searched."""
-    return " ".join([assignment.config.plan.describe(), *hyperparameter_texts(assignment.parameters)])
+    text = " ".join([assignment.config.plan.describe(), *hyperparameter_texts(assignment.parameters)])
+    return text if assignment.repeat_of is None else f"repeats {assignment.repeat_of}: {text}"
 
 
 def hyperparameter_texts(parameters: Mapping[str, Scalar]) -> list[str]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -20,6 +20,8 @@ from engine.outcome import Outcome
 
 RECORD_KEY = "record"
 OUTCOME_KEY = "outcome"
+CORPUS_KEY = "corpus_hash"
+"""Attribute of the study."""
 
 Role = Literal["trial", "repeat", "refused", "cached", "surplus", "abandoned", "claim"]
 """What a number of the storage was used for. ``trial`` and ``repeat`` run. The others never do: ``refused`` broke a
@@ -150,13 +152,3 @@ def num_refused(trials: Sequence[FrozenTrial]) -> dict[str, int]:
 def trial_folder(study_folder: Path, number: int) -> Path:
     """``trials/<id>`` of a study."""
     return study_folder / "trials" / str(number)
-
-
-def attributes(record: Record | None = None, lease: Lease | None = None) -> dict[str, Any]:
-    """User attributes for a number that is about to be created, so that it is never without them."""
-    result: dict[str, Any] = {}
-    if record is not None:
-        result[RECORD_KEY] = record.encode()
-    if lease is not None:
-        result[f"{LEASE_PREFIX}{lease.attempt}"] = lease.encode()
-    return result

@@ -14,33 +14,27 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-import optuna
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.search.bayes import (
     derive_seed,
-    distribution_of,
     make_sampler,
     num_startup_trials,
     suggest,
     uniform_draws,
 )
 from autotune.space.enumerate import Enumeration
-from autotune.space.objectives import Objective
-from autotune.space.space import Candidate, Scalar, Space
+from autotune.space.space import Scalar, Space
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
-    OUTCOME_KEY,
-    RECORD_KEY,
+    CORPUS_KEY,
     Record,
-    attributes,
     candidate_key,
     lease_of,
     measured_values,
@@ -61,6 +55,7 @@ from autotune.study.study_file import (
     this_environment,
     write_study_file,
 )
+from autotune.study.trial_table import TrialTable
 from engine.atomic import make_folder, write_text
 from engine.config import RunConfig
 from engine.errors import UserError
@@ -73,11 +68,6 @@ DRIVERS_LOCK = "drivers.flock"
 STOP_FILE = "stop"
 """Drivers that started before it was written end."""
 
-CORPUS_KEY = "corpus_hash"
-
-FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
-"""Told to the sampler where nothing was measured: finite, and worse than anything real. A constraint goes with them."""
-FAILED_CONSTRAINT = "failed"
 
 MAX_REJECTED = 10
 """Proposals in a row that were refused or known already before the next one is drawn uniformly."""
@@ -96,6 +86,8 @@ class Assignment:
     config: RunConfig
     folder: Path
     parameters: Mapping[str, Scalar]
+    repeat_of: int | None = None
+    """The trial it repeats with another seed."""
 
 
 class Nothing(Enum):
@@ -129,14 +121,8 @@ class Study:
         self._started = time.time()
         self._enumeration = enumeration
         self._storage = storage
+        self._table = TrialTable(storage, file.name, space)
         self._lock = threading.RLock()
-        self._study = optuna.create_study(
-            study_name=file.name,
-            storage=storage,
-            directions=[objective.direction for objective in space.objectives],
-            load_if_exists=True,
-        )
-        self._study_id = storage.get_study_id_from_name(file.name)
         self._leases: dict[int, Lease] = {}
         self._keeper = LeaseKeeper(self._renew)
         self._num_rejected = 0
@@ -216,9 +202,8 @@ class Study:
                 return False
             if outcome.kind == "ok" and outcome.corpus_hash is not None:
                 self._check_corpus(assignment, outcome.corpus_hash)
-            trial = self._trials()[assignment.number]
             try:
-                self._finish(trial, outcome)
+                self._table.finish(assignment.number, outcome)
             except UpdateFinishedTrialError:
                 return False
             finally:
@@ -231,13 +216,13 @@ class Study:
             if self._still_ours(assignment):
                 lease = self._leases[assignment.number]
                 released = Lease(lease.attempt, lease.owner, lease.expires, released=True)
-                self._write_lease(assignment.number, released)
+                self._table.write_lease(assignment.number, released)
             self._let_go(assignment.number)
 
     def retry(self, assignment: Assignment) -> Assignment:
         """The same trial for one more attempt, still ours (after a fault of the machine)."""
         with self._lock:
-            return self._hold(assignment, Lease.new(assignment.attempt + 1))
+            return self._hold(assignment, assignment.attempt + 1)
 
     def is_lost(self, number: int) -> bool:
         """Whether another driver took a trial of ours over, because it could not see us for too long."""
@@ -263,7 +248,7 @@ class Study:
         if (taken := self._take_over()) is not None:
             return taken
         while True:
-            trials = self._trials()
+            trials = self._table.all()
             if self.num_trials is not None and _num_counted(trials) >= self.num_trials:
                 reason = Nothing.DONE
                 break
@@ -288,12 +273,12 @@ class Study:
             chosen = self._draw_new(trials)
             if chosen is None:
                 return None
-            return self._create(parameters=chosen, lease=Lease.new(1)), chosen
-        number = self._create(lease=Lease.new(1))
+            return self._table.create(Lease.new(1), parameters=chosen), chosen
+        number = self._table.create(Lease.new(1))
         # Each number has a sampler of its own: a study that is continued proposes what it would have proposed anyway,
         # and two drivers never propose the same.
-        self._study.sampler = make_sampler(derive_seed(self.file.seed, "sampler", number), num_startup)
-        return number, suggest(self._optuna_trial(number), self.space)
+        sampler = make_sampler(derive_seed(self.file.seed, "sampler", number), num_startup)
+        return number, suggest(self._table.optuna_trial(number, sampler), self.space)
 
     def _draw_new(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
         seen_choices = {tuple(trial.params.items()) for trial in trials}
@@ -313,7 +298,7 @@ class Study:
             self._reject(number, Record("refused", rule=candidate.rule))
             return None
         key = candidate_key(candidate.run)
-        trials = self._trials()
+        trials = self._table.all()
         for other in trials[:number]:
             record = record_of(other)
             if record is None:  # still being chosen by another driver, perhaps as the same uniform draw
@@ -327,24 +312,25 @@ class Study:
             self._reject(number, Record("surplus", key=key))
             return None
         self._num_rejected = 0
-        self._write(number, RECORD_KEY, Record("trial", key, candidate.run.plan.describe()).encode())
-        return self._fresh(number, candidate, chosen)
+        record = Record("trial", key, candidate.run.plan.describe())
+        self._table.write_record(number, record)
+        return self._fresh(number, candidate.run, chosen, record)
 
     def _reject(self, number: int, record: Record) -> None:
         self._num_rejected += record.role in ("refused", "cached")
-        self._write(number, RECORD_KEY, record.encode())
+        self._table.write_record(number, record)
         self._close_rejected(number, record)
 
     def _close_rejected(self, number: int, record: Record) -> None:
         """Tell the sampler what a number is worth that is never run."""
-        original = self._trials()[record.of] if record.of is not None else None
+        original = self._table.all()[record.of] if record.of is not None else None
         if record.role == "refused":
-            self._tell_sampler(number, None)
+            self._table.tell(number, None)
         elif record.role == "cached" and original is not None and original.state == TrialState.COMPLETE:
             outcome = outcome_of(original)
-            self._tell_sampler(number, measured_values(outcome, self.space.objectives) if outcome else None)
+            self._table.tell(number, measured_values(outcome, self.space.objectives) if outcome else None)
         else:  # nothing is known yet, or nothing is to be learnt
-            self._study.tell(number, state=TrialState.FAIL)
+            self._table.dismiss(number)
 
     def _repeat(self, trials: Sequence[FrozenTrial]) -> Assignment | None:
         if self._repeats is None:
@@ -360,26 +346,28 @@ class Study:
 
         if num_repeats(trials) >= count:
             return None
-        number = self._create(record=record, parameters=original.params, lease=Lease.new(1))
-        if num_repeats(self._trials()[:number]) >= count:  # another driver was first
+        number = self._table.create(Lease.new(1), record=record, parameters=original.params)
+        if num_repeats(self._table.all()[:number]) >= count:  # another driver was first
             self._reject(number, Record("surplus"))
             return None
-        return self._fresh(number, self.space.candidate(original.params), original.params)
+        run = self.space.candidate(original.params).run
+        assert run is not None
+        return self._fresh(number, run, original.params, record)
 
     # Who runs it -----------------------------------------------------------------------------------------------------
 
     def _take_over(self) -> Assignment | None:
         """An interrupted trial to run again; those that only lack their telling are told on the way."""
-        for trial in self._trials():
+        for trial in self._table.all():
             if trial.state != TrialState.RUNNING or trial.number in self._leases:
                 continue
-            lease = lease_of(trial, self._trials())
+            lease = lease_of(trial, self._table.all())
             if lease is None or not lease.has_lapsed():
                 continue
             record = record_of(trial)
             if record is None:
-                self._write(trial.number, RECORD_KEY, Record("abandoned").encode())
-                self._study.tell(trial.number, state=TrialState.FAIL)
+                self._table.write_record(trial.number, Record("abandoned"))
+                self._table.dismiss(trial.number)
             elif record.role not in ("trial", "repeat"):
                 self._close_rejected(trial.number, record)
             elif self._claim(trial.number, lease.attempt + 1):
@@ -392,9 +380,9 @@ class Study:
         """Claim an attempt; of all who do, the one whose claim has the lowest number wins."""
         claim = Record("claim", of=number)
         lease = Lease.new(attempt)
-        own = self._create(record=claim, lease=lease, state=TrialState.FAIL)
+        own = self._table.create(lease, record=claim, state=TrialState.FAIL)
         key = lease_key(attempt)
-        trials = self._trials()
+        trials = self._table.all()
         if trials[number].state.is_finished() or key in trials[number].user_attrs:
             return False
         return not any(record_of(other) == claim and key in other.user_attrs for other in trials[number:own])
@@ -402,11 +390,11 @@ class Study:
     def _again(self, trial: FrozenTrial, attempt: int) -> Assignment | None:
         candidate = self.space.candidate(trial.params)
         assert candidate.run is not None, "the space is the one the trial was made from"
-        folder = trial_folder(self.folder, trial.number)
-        assignment = self._assignment(trial.number, attempt, candidate.run, trial.params)
-        self._hold(assignment, Lease.new(attempt))
-        end_recorded(folder)
-        outcome = outcome_of(trial) or evidence(folder, assignment.config)
+        record = record_of(trial)
+        assert record is not None
+        assignment = self._hold(self._assignment(trial.number, candidate.run, trial.params, record), attempt)
+        end_recorded(assignment.folder)
+        outcome = outcome_of(trial) or evidence(assignment.folder, assignment.config)
         if outcome is None and attempt > MAX_ATTEMPTS:
             outcome = Outcome(kind="infra", detail=f"given up: its driver ended {attempt - 1} times while it ran")
         if outcome is None:
@@ -414,34 +402,36 @@ class Study:
         self.tell(assignment, outcome)
         return None
 
-    def _fresh(self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar]) -> Assignment:
-        assert candidate.run is not None
-        assignment = self._assignment(number, 1, candidate.run, chosen)
+    def _fresh(self, number: int, run: RunConfig, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
+        assignment = self._assignment(number, run, chosen, record)
         if assignment.folder.exists():  # of a number that was lost when an older journal was put back
             end_recorded(assignment.folder)
             shutil.rmtree(assignment.folder)
-        return self._hold(assignment, Lease.new(1))
+        return self._hold(assignment, 1)
 
-    def _assignment(self, number: int, attempt: int, run: RunConfig, chosen: Mapping[str, Scalar]) -> Assignment:
+    def _assignment(self, number: int, run: RunConfig, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
         config = run.changed(
             name=f"{self.file.name[:100]}-{number}",
             runtime=run.runtime.changed(seed=derive_seed(self.file.seed, "trial", number)),
             origin={"study": self.file.name, "trial": str(number)},
         )
-        return Assignment(number, attempt, config, trial_folder(self.folder, number), dict(chosen))
+        repeat_of = record.of if record.role == "repeat" else None
+        return Assignment(number, 1, config, trial_folder(self.folder, number), dict(chosen), repeat_of)
 
-    def _hold(self, assignment: Assignment, lease: Lease) -> Assignment:
-        self._write_lease(assignment.number, lease)
+    def _hold(self, assignment: Assignment, attempt: int) -> Assignment:
+        """Take the lease of an attempt and renew it from now on."""
+        lease = Lease.new(attempt)
+        self._table.write_lease(assignment.number, lease)
         self._leases[assignment.number] = lease
         self._keeper.hold(assignment.number, lease)
-        return Assignment(assignment.number, lease.attempt, assignment.config, assignment.folder, assignment.parameters)
+        return replace(assignment, attempt=attempt)
 
     def _let_go(self, number: int) -> None:
         self._keeper.drop(number)
         self._leases.pop(number, None)
 
     def _still_ours(self, assignment: Assignment) -> bool:
-        trials = self._trials()
+        trials = self._table.all()
         lease = lease_of(trials[assignment.number], trials)
         return lease is not None and lease.attempt == assignment.attempt and assignment.number in self._leases
 
@@ -449,72 +439,17 @@ class Study:
         with self._lock:
             if number not in self._leases:  # told or released meanwhile
                 return True
-            trials = self._trials()
+            trials = self._table.all()
             current = lease_of(trials[number], trials)
             if current is None or current.attempt != lease.attempt or trials[number].state.is_finished():
                 return False
-            self._write_lease(number, lease)
+            self._table.write_lease(number, lease)
             return True
 
-    # Storage ---------------------------------------------------------------------------------------------------------
-
-    def _trials(self) -> list[FrozenTrial]:
-        """All numbers in order."""
-        return self._storage.get_all_trials(self._study_id, deepcopy=False)
-
-    def _create(
-        self,
-        *,
-        record: Record | None = None,
-        parameters: Mapping[str, Scalar] | None = None,
-        lease: Lease,
-        state: TrialState = TrialState.RUNNING,
-    ) -> int:
-        """A new number that holds its lease (and record) from the first moment."""
-        distributions: dict[str, BaseDistribution] = {d.name: distribution_of(d) for d in self.space.dimensions}
-        template = create_trial(
-            state=state,
-            params=dict(parameters or {}),
-            distributions={name: distributions[name] for name in parameters or {}},
-            user_attrs=attributes(record, lease),
-        )
-        trial_id = self._storage.create_new_trial(self._study_id, template)
-        return self._storage.get_trial_number_from_id(trial_id)
-
-    def _optuna_trial(self, number: int) -> optuna.Trial:
-        # Study.ask would create the number itself, without a lease.
-        return optuna.Trial(self._study, self._trial_id(number))
-
-    def _trial_id(self, number: int) -> int:
-        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
-
-    def _write(self, number: int, key: str, text: str) -> None:
-        self._storage.set_trial_user_attr(self._trial_id(number), key, text)
-
-    def _write_lease(self, number: int, lease: Lease) -> None:
-        self._write(number, lease_key(lease.attempt), lease.encode())
-
-    def _finish(self, trial: FrozenTrial, outcome: Outcome) -> None:
-        """Three writes in an order that can be taken up again after each: the outcome decides the others."""
-        self._write(trial.number, OUTCOME_KEY, outcome.model_dump_json())
-        self._tell_sampler(trial.number, measured_values(outcome, self.space.objectives))
-
-    def _tell_sampler(self, number: int, values: Mapping[str, float] | None) -> None:
-        """Values and constraints (feasible: at most 0), always finite: a NaN would hide a failure from the sampler."""
-        objectives = self.space.objectives
-        trial = self._optuna_trial(number)
-        constraints = {FAILED_CONSTRAINT: 0.0 if values is not None else 1.0}
-        constraints |= {o.name: _violation(o, values) for o in objectives if o.bound is not None}
-        for name, violation in constraints.items():
-            if name not in trial.constraints:  # a killed driver may have set it
-                trial.set_constraint(name, violation)
-        told = [FAILED_VALUES[o.name] if values is None else values[o.name] for o in objectives]
-        self._study.tell(number, told, state=TrialState.COMPLETE)
-
     def _check_corpus(self, assignment: Assignment, corpus_hash: str) -> None:
-        known = self._storage.get_study_user_attrs(self._study_id).get(CORPUS_KEY)
+        known = self._table.corpus_hash()
         if known is None:
-            self._storage.set_study_user_attr(self._study_id, CORPUS_KEY, corpus_hash)
+            self._table.set_corpus_hash(corpus_hash)
         elif known != corpus_hash:
             (assignment.folder / OUTCOME_FILE).unlink(missing_ok=True)  # no evidence of this study
             self.release(assignment)
@@ -592,7 +527,3 @@ def _num_counted(trials: Sequence[FrozenTrial]) -> int:
         record = record_of(trial)
         count += record.role == "trial" if record is not None else trial.state == TrialState.RUNNING
     return count
-
-
-def _violation(objective: Objective, values: Mapping[str, float] | None) -> float:
-    return 1.0 if values is None else objective.violation(values[objective.name])

@@ -44,13 +44,13 @@ def forget(study: Study) -> None:
     """What a killed driver leaves: its leases stay in the storage, with an owner that is gone."""
     for number, lease in list(study._leases.items()):
         gone = Lease(lease.attempt, lease.owner.__class__(lease.owner.machine, lease.owner.pid, -1.0), lease.expires)
-        study._write_lease(number, gone)
+        study._table.write_lease(number, gone)
     study._leases.clear()
     study.close()
 
 
 def numbers_of(study: Study) -> list[optuna.trial.FrozenTrial]:
-    return study._trials()
+    return study._table.all()
 
 
 def test_exactly_the_asked_trials(open_study: OpenStudy) -> None:
@@ -217,9 +217,9 @@ def test_a_telling_that_was_cut_short_is_finished(open_study: OpenStudy, num_wri
     """Killed after the outcome was written, or after the constraint: the same outcome counts, without a second run."""
     study = open_study(num_trials=2)
     lost = asked(study)
-    study._write(lost.number, "outcome", Outcome(kind="oom").model_dump_json())
+    study._table._write(lost.number, "outcome", Outcome(kind="oom").model_dump_json())
     if num_writes == 2:
-        study._optuna_trial(lost.number).set_constraint("failed", 1.0)
+        study._table.optuna_trial(lost.number).set_constraint("failed", 1.0)
     forget(study)
     study = open_study(num_trials=2)
     assert asked(study).number != lost.number
@@ -230,7 +230,7 @@ def test_a_telling_that_was_cut_short_is_finished(open_study: OpenStudy, num_wri
 
 def test_a_driver_killed_while_choosing_costs_no_trial(open_study: OpenStudy) -> None:
     study = open_study(num_trials=2)
-    number = study._create(lease=Lease.new(1))
+    number = study._table.create(Lease.new(1))
     study._leases[number] = Lease.new(1)
     forget(study)
     study = open_study(num_trials=2)
@@ -288,7 +288,7 @@ def test_a_late_owner_neither_crashes_nor_overwrites(open_study: OpenStudy) -> N
     late = open_study(num_trials=1)
     assignment = asked(late)
     lease = late._leases[assignment.number]
-    late._write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
+    late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
     taker = open_study(num_trials=1)
     again = asked(taker)
     assert not late.tell(assignment, ok(9.0))

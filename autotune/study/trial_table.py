@@ -1,0 +1,127 @@
+"""A study's numbers in its storage: created with what must never be missing, and told in steps that can be taken up
+again after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from autotune.search.bayes import distribution_of
+from autotune.space.objectives import Objective
+from autotune.space.space import Scalar, Space
+from autotune.study.lease import Lease, lease_key
+from autotune.study.record import CORPUS_KEY, OUTCOME_KEY, RECORD_KEY, Record, measured_values
+from engine.outcome import Outcome
+
+FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
+"""Told to the sampler where nothing was measured: finite, and worse than anything real. A constraint goes with them."""
+FAILED_CONSTRAINT = "failed"
+
+
+class TrialTable:
+    """All numbers of one study.
+
+    Args:
+        storage: Where they live. The study is created in it if it is not there.
+        name: The study's name there.
+        space: Its objectives and dimensions.
+    """
+
+    def __init__(self, storage: BaseStorage, name: str, space: Space) -> None:
+        self._storage = storage
+        self._space = space
+        directions = [objective.direction for objective in space.objectives]
+        self._study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
+        self._study_id = storage.get_study_id_from_name(name)
+
+    def all(self) -> list[FrozenTrial]:
+        """All numbers in order."""
+        return self._storage.get_all_trials(self._study_id, deepcopy=False)
+
+    def create(
+        self,
+        lease: Lease,
+        *,
+        record: Record | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        state: TrialState = TrialState.RUNNING,
+    ) -> int:
+        """A new number that holds its lease (and record, and parameters) from the first moment."""
+        distributions: dict[str, BaseDistribution] = {d.name: distribution_of(d) for d in self._space.dimensions}
+        attributes: dict[str, Any] = {lease_key(lease.attempt): lease.encode()}
+        if record is not None:
+            attributes[RECORD_KEY] = record.encode()
+        template = create_trial(
+            state=state,
+            params=dict(parameters or {}),
+            distributions={name: distributions[name] for name in parameters or {}},
+            user_attrs=attributes,
+        )
+        trial_id = self._storage.create_new_trial(self._study_id, template)
+        return self._storage.get_trial_number_from_id(trial_id)
+
+    def optuna_trial(self, number: int, sampler: BaseSampler | None = None) -> optuna.Trial:
+        """The number as Optuna's trial, whose values ``sampler`` suggests. (``Study.ask`` would create a number itself,
+        without a lease.)"""
+        if sampler is not None:
+            self._study.sampler = sampler
+        return optuna.Trial(self._study, self._id(number))
+
+    def write_record(self, number: int, record: Record) -> None:
+        """Say what the number is."""
+        self._write(number, RECORD_KEY, record.encode())
+
+    def write_lease(self, number: int, lease: Lease) -> None:
+        """Store a lease on the number."""
+        self._write(number, lease_key(lease.attempt), lease.encode())
+
+    def finish(self, number: int, outcome: Outcome) -> None:
+        """Record the outcome of a trial. It is written first and decides all the rest, so whoever finds a trial that
+        has one and is not finished can finish it with the same call."""
+        self._write(number, OUTCOME_KEY, outcome.model_dump_json())
+        self.tell(number, measured_values(outcome, self._space.objectives))
+
+    def tell(self, number: int, values: Mapping[str, float] | None) -> None:
+        """Tell the sampler values and constraints (feasible: at most 0), always finite: a NaN would hide a failure.
+
+        Args:
+            number: The number.
+            values: Objective name -> value; None for a failure.
+        """
+        objectives = self._space.objectives
+        trial = self.optuna_trial(number)
+        constraints = {FAILED_CONSTRAINT: 0.0 if values is not None else 1.0}
+        constraints |= {o.name: _violation(o, values) for o in objectives if o.bound is not None}
+        for name, violation in constraints.items():
+            if name not in trial.constraints:  # a killed driver may have set it
+                trial.set_constraint(name, violation)
+        told = [FAILED_VALUES[o.name] if values is None else values[o.name] for o in objectives]
+        self._study.tell(number, told, state=TrialState.COMPLETE)
+
+    def dismiss(self, number: int) -> None:
+        """Finish a number of which there is nothing to learn."""
+        self._study.tell(number, state=TrialState.FAIL)
+
+    def corpus_hash(self) -> str | None:
+        """Hash of the text that the study's trials used, None before the first."""
+        return self._storage.get_study_user_attrs(self._study_id).get(CORPUS_KEY)
+
+    def set_corpus_hash(self, corpus_hash: str) -> None:
+        """Note the text's hash."""
+        self._storage.set_study_user_attr(self._study_id, CORPUS_KEY, corpus_hash)
+
+    def _id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+
+    def _write(self, number: int, key: str, text: str) -> None:
+        self._storage.set_trial_user_attr(self._id(number), key, text)
+
+
+def _violation(objective: Objective, values: Mapping[str, float] | None) -> float:
+    return 1.0 if values is None else objective.violation(values[objective.name])
