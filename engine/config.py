@@ -33,7 +33,7 @@ class CheckpointOptions(Schema):
     keep: Count = 3
     """The newest so many are kept."""
     at_end: bool = True
-    """Write one when the run ends."""
+    """Write one when the run (or the branch) ends."""
 
 
 class LoggingOptions(Schema):

@@ -62,18 +62,18 @@ class RequestDesk:
 
     def _handle(self, request: ChangeRequest) -> None:
         state = self._trainer.state
-        try:
-            if request.change_id in state.handled:
-                data = {"repeated": True}
-                accepted, reason = True, "already applied before the process was started again"
-            else:
+        before = state.handled
+        accepted, reason, data = True, "", dict[str, Any]()
+        if request.change_id in before:
+            reason, data = "already applied before the process was started again", {"repeated": True}
+        else:
+            state.handled = (*before, request.change_id)[-_NUM_HANDLED_KEPT:]
+            try:
                 data = self._apply(request.change)
-                accepted, reason = True, ""
-        except UserError as refusal:
-            data, accepted, reason = {}, False, str(refusal).replace("\nhint: ", "; ")
-        state.handled = (*state.handled, request.change_id)[-_NUM_HANDLED_KEPT:]
-        if accepted:
-            self._trainer.secure_settings()
+                self._trainer.secure_settings()
+            except UserError as refusal:
+                accepted, reason = False, str(refusal).replace("\nhint: ", "; ")
+                state.handled = before
         self._trainer.record_ack(request.change_id, accepted=accepted, reason=reason, data=data)
         if self._inbox:
             self._inbox.done(request.change_id)

@@ -318,7 +318,7 @@ class Trainer:
         self._losses.clear()
         if self._store.holds(checkpoint):
             self._store.discard_after(self.state.step)
-            self._store.amend(checkpoint, position=position)
+            self._store.amend(checkpoint, position=position, **self._settings())
         else:
             self._store.discard_after(self.state.step - 1)
             self.save_checkpoint()

@@ -153,6 +153,20 @@ def test_roll_back_leaves_out_batches_and_a_restart_does_too(corpus: Path, tmp_p
     assert open_checkpoint(folder / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest.position == (NUM_STEPS + 3) * 4
 
 
+def test_run_takes_over_where_its_branch_ended(corpus: Path, tmp_path: Path, during: During) -> None:
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    assert train(tiny_run(corpus, checkpoint={"every_steps": 2}), plain, "--quiet") == 0
+    fork = {"checkpoint": str(plain / "checkpoints" / "step-00000002"), "num_steps": 2, "learning_rate_scale": 1.0}
+    assert train(tiny_run(corpus, branch=fork), tmp_path / "branch", "--quiet") == 0
+    ended = tmp_path / "branch" / "checkpoints" / "step-00000004"
+    during({2: lambda: ask(folder, RollBack(checkpoint=str(ended), scale=1.0))})
+    assert train(tiny_run(corpus), folder, "--quiet") == 0
+    (ack,) = acks(folder).values()
+    assert ack.data == {"from_step": 2, "to_step": 4}
+    assert trajectory(folder) == trajectory(plain)[:2] + trajectory(plain)[4:]
+    assert outcome_of(folder).held_out_loss == outcome_of(plain).held_out_loss
+
+
 def test_impossible_roll_backs_are_refused(corpus: Path, tmp_path: Path, during: During) -> None:
     other = tmp_path / "other"
     assert train(tiny_run(corpus, hyperparameters={"weight_decay": 0.0}), other, "--quiet") == 0

@@ -221,7 +221,8 @@ def test_checkpoint_of_another_run_is_refused_with_the_difference(
 def branch(corpus: Path, whole: Path, folder: Path, **options: Any) -> list[float]:
     """Fork ``whole`` at step 2; the learning rates used."""
     options = {"checkpoint": str(whole / "checkpoints" / "step-00000002"), "num_steps": 3, **options}
-    assert train(tiny_run(corpus, branch=options), folder, "--quiet") == 0
+    config = tiny_run(corpus, branch=options, checkpoint={"at_end": False})
+    assert train(config, folder, "--quiet") == 0
     return [record.learning_rate for _, record in sorted(steps(folder).items())]
 
 
