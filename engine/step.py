@@ -56,8 +56,8 @@ class Stepper:
     """The model, optimizer and random streams of one rank.
 
     Made by ``Stepper.build``. Every method is called by all ranks together. Tokens and labels are int64
-    [local batch, L], the data-parallel rank's own contiguous slice of the global batch; ranks that differ along tp or pp
-    pass the same.
+    [local batch, L], the data-parallel rank's own contiguous slice of the global batch; ranks that differ along tp or
+    pp pass the same.
 
     Attributes:
         parts: The pipeline stages this rank holds (one).
@@ -254,7 +254,7 @@ class Stepper:
             parameter = self._parameters[fqn]
             if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < parameter.shape[0]:
                 rest = initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape)[whole.shape[0] :]
-                whole = torch.cat([whole.to(rest.dtype), rest])
+                whole = torch.cat([whole, rest])
             if whole.shape != parameter.shape:
                 raise UserError(
                     f"the weight {fqn} has shape {list(whole.shape)}, the model needs {list(parameter.shape)}",

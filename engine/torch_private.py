@@ -6,5 +6,5 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["StridedShard", "TorchDispatchMode"]
-"""``StridedShard``: what fully_shard makes of a dimension that tensor parallelism splits already: a rank's part is a slice
-of the tensor-parallel slice, though its mesh axis stands before."""
+"""``StridedShard``: what fully_shard makes of a dimension that tensor parallelism splits already. A rank's part is a
+slice of the tensor-parallel slice, though its mesh axis stands before."""

@@ -134,7 +134,7 @@ def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> d
     Args:
         weights: Whole weights of this rank's stage, the same on every rank of it.
     """
-    mine = {fqn: weight.detach().cpu() for fqn, weight in weights.items()}
+    mine = {fqn: weight.detach().to("cpu", copy=True) for fqn, weight in weights.items()}
     if not context.has_axis("pp"):
         return mine if context.is_main else {}
     group = context.axis("pp").get_group()

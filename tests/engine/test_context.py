@@ -1,0 +1,38 @@
+"""A process's place in a plan, where no other process is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import RuntimeOptions
+from engine.context import open_context
+from engine.errors import UserError
+from engine.plan import Plan
+
+pytestmark = pytest.mark.unit
+
+
+def test_one_process_needs_no_group() -> None:
+    context = open_context(Plan(), RuntimeOptions())
+    assert (context.world_size, context.rank, context.dp_rank, context.tp_rank, context.pp_rank) == (1, 0, 0, 0, 0)
+    assert context.is_main
+    assert context.is_first_stage
+    assert context.is_last_stage
+    assert context.broadcast({"a": 1}) == {"a": 1}
+    assert context.all_agree(True)
+    assert not context.all_agree(False)
+    assert context.sum_over_batch(torch.tensor(3)).item() == 3
+    context.close()
+
+
+def test_wrong_number_of_processes_is_told() -> None:
+    with pytest.raises(UserError, match="dp2-tp4 needs 8 processes, 1 were started") as error:
+        open_context(Plan(dp_shard=2, tp=4), RuntimeOptions())
+    assert "torchrun" in str(error.value.hint)
+
+
+def test_absent_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"runtime\.device is cuda"):
+        open_context(Plan(), RuntimeOptions(device="cuda"))
