@@ -1,0 +1,159 @@
+"""``autotune sweep`` and ``autotune studies`` as a user calls them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autotune.cli import main
+from autotune.commands.sweep_view import SweepView
+from autotune.study.study import load_snapshot
+
+SPACE = """
+use: [tiny_llama]
+cluster: cpu:1
+workload: {total_tokens: 2k}
+objectives: [speed, quality]
+space:
+  plan: {micro_batch_size: [1, 2]}
+  hyperparameters: {global_batch_size: [4, 8], learning_rate: {log_float: [1e-3, 1e-2]}}
+evaluation: {max_tokens: 1024}
+"""
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A space file, in a working folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # device locks of this test alone
+    path = tmp_path / "small.yaml"
+    path.write_text(SPACE)
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.unit
+def test_dry_run_counts_and_writes_nothing(space: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run_json(capsys, "sweep", str(space), "--dry-run", "--cluster", "h100x8")
+    assert data["num_legal"] == 4
+    assert len(data["candidates"]) == 5
+    assert main(["sweep", str(space), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "4 combinations of plan values, 4 are legal" in text
+    assert "mb2 fp32" in text
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ([], "no budget", "--trials"),
+        (["--trials", "2", "--workers", "2"], "2 workers need 2 devices", "--workers 1"),
+        (["--trials", "2", "--cluster", "h100x8:4"], "4 nodes", "--dry-run"),
+        (["--trials", "2", "--cluster", "h100x8"], "this machine is", "--cluster local"),
+        (["--trials", "2", "--study", "../up"], "study name", "letters"),
+        (["--time", "soon"], "duration", "10m"),
+        (["--trials", "2", "--storage", "nonsense"], "not a database address", "sqlite"),
+        (["--trials", "2", "--set", "space.plan.tq=2"], "unknown key", "tp"),
+    ],
+)
+def test_mistakes_end_in_one_message(
+    space: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, hint: str
+) -> None:
+    assert main(["sweep", str(space), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert hint in error.partition("hint:")[2]
+    assert "Traceback" not in error
+
+
+@pytest.mark.unit
+def test_unknown_studies_end_in_one_message(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "stop"):
+        assert main(["studies", command, "nobody"]) == 2
+        assert "there is no study 'nobody'" in capsys.readouterr().err
+    assert main(["studies"]) == 0
+    assert "no studies" in capsys.readouterr().out
+
+
+def test_a_sweep_of_real_training_and_what_studies_say_of_it(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "sweep", str(space), "--trials", "1", "--repeat-best", "1")
+    assert result["outcomes"] == {"ok": 2}
+    assert result["front"][0]["values"].keys() == {"speed", "quality"}
+    assert result["repeats"]["values"]["quality"]["count"] == 1
+    # Nothing is left to do; the difference of a changed space is shown.
+    assert run_json(capsys, "sweep", str(space), "--trials", "1")["outcomes"] == {"ok": 2}
+    assert main(["sweep", str(space), "--trials", "1", "--set", "workload.total_tokens=3k"]) == 2
+    assert "changed  workload.total_tokens: 2000 -> 3000" in capsys.readouterr().err
+
+    (summary,) = run_json(capsys, "studies")
+    assert (summary["name"], summary["state"], summary["num_finished"]) == ("small", "done", 1)
+    shown = run_json(capsys, "studies", "show", "small")
+    assert [trial["repeat_of"] for trial in shown["trials"]] == [None, 0]
+    assert main(["studies", "show", "small"]) == 0
+    assert "Pareto front" in capsys.readouterr().out
+    assert run_json(capsys, "studies", "stop", "small") == {"study": "small", "was_running": False}
+
+
+def test_ctrl_c_ends_the_children_and_says_how_to_go_on(space: Path, tmp_path: Path, repo_root: Path) -> None:
+    command = [sys.executable, "-P", "-m", "autotune.cli", "sweep", str(space), "--trials", "2"]
+    command += ["--set", "runtime.step_delay_seconds=0.2"]
+    environment = os.environ | {"PYTHONPATH": str(repo_root)}
+    sweep = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    telemetry = tmp_path / "runs" / "studies" / "small" / "trials" / "0" / "telemetry.jsonl"
+    deadline = time.monotonic() + 60
+    while not telemetry.exists():
+        assert time.monotonic() < deadline
+        assert sweep.poll() is None
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    text, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "goes on where it was" in text
+    rows = load_snapshot(tmp_path / "runs" / "studies" / "small").trials
+    assert [(row.number, row.state) for row in rows] == [(0, "waiting")]
+
+
+@pytest.mark.unit
+def test_the_live_view_shows_trials_failures_and_time_left(tmp_path: Path) -> None:
+    from autotune.space.objectives import Objective
+    from autotune.study.snapshot import StudySnapshot, TrialRow
+    from autotune.study.study import Assignment
+    from engine.config import RunConfig
+    from engine.outcome import Outcome
+    from engine.schema import parse
+
+    model = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32}
+    data = {"model": model | {"vocab_size": 256}, "workload": {"sequence_length": 16, "total_tokens": 1024}}
+    config = parse(RunConfig, data)
+    objectives = (Objective(name="speed"), Objective(name="quality", bound=3.0))
+    failed = TrialRow(0, "finished", {}, Outcome(kind="oom"), None, False)
+    snapshot = StudySnapshot("small", tmp_path, objectives, (failed,))
+    console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))
+    view = SweepView(console, snapshot, 6, 1)
+    for number, loss in enumerate((2.5, 2.0, 4.0), start=1):
+        assignment = Assignment(number, 1, config, tmp_path, {"hyperparameters.learning_rate": 0.00123})
+        view.started(assignment)
+        outcome = Outcome(kind="ok", tokens_per_second=100.0 * number, held_out_loss=loss, wall_seconds=10.0)
+        view.finished(assignment, outcome)
+    view.started(Assignment(9, 1, config, tmp_path, {}))
+    console.print(view._render())
+    text = console.export_text()
+    assert "4 of 6 trials" in text
+    assert "about 20.0s left" in text
+    assert "1 beyond a bound, 1 oom" in text
+    assert "learning_rate=0.00123" in text
+    assert "best so far: 200 tokens/s (trial 2), 2 nats/token (trial 2)" in text
+    assert "running" in text

@@ -1,0 +1,92 @@
+"""Proposals: legal from the start, reproducible, and never again the same from one seed."""
+
+import itertools
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autotune.search.bayes import derive_seed, distribution_of, make_sampler, num_startup_trials, suggest, uniform_draws
+from autotune.space.enumerate import Enumeration
+from autotune.space.grammar import load_space
+from autotune.space.space import MESH, Dimension, Space
+
+pytestmark = pytest.mark.unit
+
+MIXED = """
+use: [tiny_llama]
+cluster: cpu:2
+space:
+  plan: {dp_shard: [1, 2], tp: [1, 2], micro_batch_size: [1, 2, 4], zero_stage: [2, 3]}
+  hyperparameters:
+    global_batch_size: [8, 16]
+    schedule: [cosine, wsd]
+    decay_ratio: {float: [0.1, 0.5]}
+    learning_rate: {log_float: [1e-4, 1e-2]}
+"""
+
+DISCRETE = """
+use: [tiny_llama]
+cluster: cpu:2
+space:
+  plan: {dp_shard: [1, 2], zero_stage: [2, 3]}
+  hyperparameters: {global_batch_size: [8, 16], warmup_ratio: [0.0, 0.1]}
+"""
+
+
+def load(folder: Path, text: str) -> tuple[Space, Enumeration]:
+    path = folder / "space.yaml"
+    path.write_text(text)
+    return load_space(path)
+
+
+def test_derived_seeds_are_stable_and_differ() -> None:
+    assert derive_seed(0, "trial", 7) == 1286853096  # the same on every machine and Python
+    seeds = {
+        derive_seed(seed, word, number) for seed in (0, 1) for word in ("trial", "sampler") for number in range(99)
+    }
+    assert len(seeds) == 2 * 2 * 99
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_uniform_draws_are_legal_and_reproducible(tmp_path: Path) -> None:
+    space, enumeration = load(tmp_path, MIXED)
+    draws = list(itertools.islice(uniform_draws(space, enumeration, 3), 60))
+    assert draws == list(itertools.islice(uniform_draws(space, enumeration, 3), 60))
+    assert draws != list(itertools.islice(uniform_draws(space, enumeration, 4), 60))
+    for chosen in draws:
+        assert space.candidate(chosen).run is not None
+        assert ("plan.zero_stage" in chosen) == (chosen[MESH] == "dp2")
+        assert ("hyperparameters.decay_ratio" in chosen) == (chosen["hyperparameters.schedule"] == "wsd")
+    assert {chosen[MESH] for chosen in draws} == {"single", "dp2", "tp2"}
+
+
+def test_a_small_discrete_space_is_gone_through_once(tmp_path: Path) -> None:
+    space, enumeration = load(tmp_path, DISCRETE)
+    draws = [tuple(chosen.items()) for chosen in uniform_draws(space, enumeration, 0)]
+    # One process, or two with one of two ZeRO stages; times batches; times warm-ups.
+    assert len(draws) == len(set(draws)) == (1 + 2) * 2 * 2
+
+
+def test_suggestions_are_candidates_of_the_space(tmp_path: Path) -> None:
+    space, _ = load(tmp_path, MIXED)
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    for number in range(20):
+        study.sampler = make_sampler(derive_seed(0, number), num_startup=5)
+        trial = study.ask()
+        chosen = suggest(trial, space)
+        assert space.candidate(chosen).rule not in ("value", "constraint")
+        trial.set_constraint("failed", float(number % 3 == 0))
+        study.tell(trial, [float(number), 1.0])
+
+
+def test_an_int_range_ends_on_its_last_step() -> None:
+    dimension = Dimension("plan.micro_batch_size", "int", low=1, high=8, step=3)
+    distribution = distribution_of(dimension)
+    assert isinstance(distribution, optuna.distributions.IntDistribution)
+    assert (distribution.low, distribution.high, distribution.step) == (1, 7, 3)
+
+
+@pytest.mark.parametrize(("num_trials", "startup"), [(None, 10), (4, 5), (24, 6), (1000, 20)])
+def test_startup_is_a_share_of_the_budget(num_trials: int | None, startup: int) -> None:
+    assert num_startup_trials(num_trials) == startup
