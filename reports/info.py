@@ -256,10 +256,11 @@ def get_history(snapshot: StudySnapshot) -> HistoryInfo | None:
     directions = [objective.direction for objective in snapshot.objectives]
     box = pareto.front_box(values, directions)
     reference = box.ideal + pareto.REFERENCE_MARGIN * (box.nadir - box.ideal)
+    point = pareto.costs_of(reference, directions)[0]  # from costs to values it is the same change of signs
     return HistoryInfo(
         np.array([trial.number for trial in trials], dtype=np.int32),
         pareto.hypervolume_history(values, directions, box),
-        tuple(o.text(abs(cost)) for o, cost in zip(snapshot.objectives, reference, strict=True)),
+        tuple(objective.text(value) for objective, value in zip(snapshot.objectives, point, strict=True)),
     )
 
 
@@ -296,9 +297,7 @@ def get_failures(snapshot: StudySnapshot) -> tuple[FailureInfo, ...]:
         told = next((trial for trial in trials if trial.outcome and trial.outcome.detail), trials[0])
         detail = told.outcome.detail if told.outcome else ""
         log = "" if told.folder is None else str(told.folder / "stdout.log")
-        infos.append(
-            FailureInfo(kind, len(trials), len(trials) / num_finished, told.number, detail, ADVICE[kind], log)
-        )
+        infos.append(FailureInfo(kind, len(trials), len(trials) / num_finished, told.number, detail, ADVICE[kind], log))
     return tuple(infos)
 
 

@@ -6,6 +6,8 @@ from autotune.study.runner import RUN_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.config import RunConfig, load_run
 from engine.errors import UserError
+from engine.schema import parse
+from engine.spec import Workload
 
 NUM_EVALUATIONS = 20
 """A real run is evaluated so many times over its tokens, so that its progress can be seen and forecast."""
@@ -33,7 +35,7 @@ def run_file(
         seed: Seed of the run; None for the trial's.
 
     Raises:
-        UserError: The trial's run file is missing or damaged.
+        UserError: The trial's run file is missing or damaged, or ``total_tokens`` is 0.
     """
     if trial.folder is None:
         raise UserError(f"trial {trial.number} has no folder", hint="pick another trial")
@@ -46,10 +48,10 @@ def run_file(
             where=error.where,
         ) from None
     if total_tokens is not None:
-        run = run.changed(workload=run.workload.changed(total_tokens=total_tokens))
+        run = run.changed(workload=parse(Workload, run.workload.to_data() | {"total_tokens": total_tokens}))
     fewest, most = CHECKPOINT_STEPS
     return run.changed(
-        name=f"{snapshot.name[: MAX_NAME]}-{trial.number}",
+        name=f"{snapshot.name[:MAX_NAME]}-{trial.number}",
         runtime=run.runtime.changed(
             seed=run.runtime.seed if seed is None else seed, measure_memory=False, stop_after_steps=None
         ),

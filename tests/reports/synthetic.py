@@ -9,7 +9,7 @@ from autotune.space.objectives import Objective, ObjectiveName
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, Outcome
 
-HOSTILE = '</script><img src=x onerror="document.title=\'owned\'">&amp;{{ 7 * 7 }}[red]\'"`'
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;{{ 7 * 7 }}[red]'\"`"
 GIB = 2**30
 ALL: tuple[ObjectiveName, ...] = ("speed", "memory", "quality")
 MESHES = ["single", "dp2", "tp2", "pp2"]

@@ -67,6 +67,13 @@ def test_history_rises_and_ends_at_the_hypervolume():
     assert len(history.reference) == 3
 
 
+def test_the_reference_point_is_told_in_values():
+    """1.1 times the front's range from the best: also where that is a speed below zero."""
+    trials = (make_trial(0, speed=1000, loss=3.0), make_trial(1, speed=10, loss=2.0))
+    history = info.get_history(replace(make_snapshot(0), trials=trials))
+    assert (history.reference[0], history.reference[2]) == ("-89 tokens/s", "3.1 nats/token")
+
+
 def test_failures_by_kind_with_the_first_detail():
     trials = (
         make_trial(0, kind="oom"),

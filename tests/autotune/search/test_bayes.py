@@ -41,7 +41,7 @@ def load(folder: Path, text: str) -> tuple[Space, Enumeration]:
 
 
 def test_derived_seeds_are_stable_and_differ() -> None:
-    assert derive_seed(0, "trial", 7) == 1286853096  # the same on every machine and Python
+    assert derive_seed(0, "trial", 7) == 681317022  # the same on every machine and Python
     seeds = {
         derive_seed(seed, word, number) for seed in (0, 1) for word in ("trial", "sampler") for number in range(99)
     }
