@@ -1,5 +1,6 @@
 """``autotune sweep`` and ``autotune studies`` as a user calls them."""
 
+import io
 import json
 import os
 import signal
@@ -141,7 +142,7 @@ def test_the_live_view_shows_trials_failures_and_time_left(tmp_path: Path) -> No
     objectives = (Objective(name="speed"), Objective(name="quality", bound=3.0))
     failed = TrialRow(0, "finished", {}, Outcome(kind="oom"), None, False)
     snapshot = StudySnapshot("small", tmp_path, objectives, (failed,))
-    console = Console(force_terminal=True, width=120, record=True, file=open(os.devnull, "w"))
+    console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
     view = SweepView(console, snapshot, 6, 1)
     for number, loss in enumerate((2.5, 2.0, 4.0), start=1):
         assignment = Assignment(number, 1, config, tmp_path, {"hyperparameters.learning_rate": 0.00123})
