@@ -1,4 +1,4 @@
-"""Train, evaluate or export one run: python -P -m engine.train RUN.yaml, alone or under torchrun on several nodes.
+"""Check, train, evaluate or export one run: python -P -m engine.train RUN.yaml, alone or under torchrun on several nodes.
 
 The folder of the run gets telemetry.jsonl, checkpoints/ and outcome.json. Started again, the run goes on from its
 newest checkpoint. Exit codes: 0 done, 2 the user must change something, 75 stopped on request (start it again), 130 and
@@ -24,6 +24,7 @@ from engine.atomic import make_folder
 from engine.config import RunConfig, load_run
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.failures import Interrupted, classify, describe
+from engine.flops import parameter_counts
 from engine.hf_config import to_hf_config
 from engine.outcome import (
     OUTCOME_FILE,
@@ -53,6 +54,7 @@ class Arguments:
     run: Path
     folder: Path
     evaluate_only: bool
+    check: bool
     export: Path | None
     json: bool
     quiet: bool
@@ -67,6 +69,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     parser.add_argument(
         "--evaluate-only", action="store_true", help="only the held-out loss, of the newest checkpoint if there is one"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="only read the run file and the data, and say what they are"
+    )
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="write Hugging Face safetensors there at the end")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON and nothing else")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
@@ -75,7 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         sys.exit(USER_ERROR_EXIT_CODE)
     given = parser.parse_args(argv)
     folder = (given.folder or given.run.parent).absolute()
-    return Arguments(given.run, folder, given.evaluate_only, given.export, given.json, given.quiet)
+    return Arguments(given.run, folder, given.evaluate_only, given.check, given.export, given.json, given.quiet)
 
 
 class Program:
@@ -85,7 +90,7 @@ class Program:
         self._arguments = arguments
         self._signals = signals
         self._rank = int(os.environ.get("RANK", "0"))
-        self._writes = not arguments.evaluate_only
+        self._writes = not (arguments.evaluate_only or arguments.check)
         self._lock: IO[str] | None = None
         self._trainer: Trainer | None = None
 
@@ -106,6 +111,9 @@ class Program:
         check_run(config)
         if arguments.export:
             to_hf_config(config.model)  # refuses what can't be exported now, not after the training
+        if arguments.check:
+            self._check(config, notes)
+            return 0
         if config.runtime.device == "cpu":
             # Read by the OpenMP runtime when torch is imported; torch.set_num_threads alone leaves its pool large.
             os.environ["OMP_NUM_THREADS"] = str(config.runtime.threads_per_rank)
@@ -122,6 +130,22 @@ class Program:
         context.barrier()  # torchrun ends all ranks as soon as one ends: rank 0 must have written everything
         context.close()
         return exit_code
+
+    def _check(self, config: RunConfig, notes: list[str]) -> None:
+        """Read all that a start would read, prepare the corpus, and print what was found."""
+        from engine.data.corpus import prepare_corpus
+
+        corpus = prepare_corpus(config.workload.data)
+        found = {
+            "corpus_hash": corpus.hash,
+            "num_documents": corpus.num_documents,
+            "num_bytes": corpus.num_bytes,
+            "vocab_size": corpus.vocab_size,
+            "num_parameters": parameter_counts(config.model).total,
+            "notes": notes,
+        }
+        lines = [json.dumps(found)] if self._arguments.json else [f"{key}: {value}" for key, value in found.items()]
+        print("\n".join(lines), flush=True)
 
     def _with_context(self, config: RunConfig, context: ParallelContext) -> int:
         from engine.trainer import Trainer
