@@ -1,5 +1,6 @@
 """What `pyproject.toml` and `constraints.txt` say about the project stays true and agrees with itself."""
 
+import os
 import re
 import subprocess
 import sys
@@ -84,3 +85,10 @@ def test_the_map_names_every_module(repo_root: Path) -> None:
     named = set(re.findall(r"`([a-z_/]+\.py)`", (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8")))
     paths = [path for package in PACKAGES for path in (repo_root / package).rglob("*.py") if path.name != "__init__.py"]
     assert sorted({path.relative_to(repo_root).as_posix() for path in paths} - named) == []
+
+
+def test_the_generated_pages_are_up_to_date(repo_root: Path) -> None:
+    command = [sys.executable, "docs/generate.py", "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    end = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, check=False)
+    assert end.returncode == 0, end.stderr

@@ -1,0 +1,120 @@
+"""Writes the generated pages of this folder: ``run_file.md`` from the schemas, ``results.md`` from the result files.
+
+python docs/generate.py            # write them
+python docs/generate.py --check    # exit 1 if one is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from engine.config import RunConfig
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+
+def run_file_page() -> str:
+    """Every key of a run file, with type, default and meaning."""
+    lines = ["# The run file", "", "Generated from `engine/config.py` and the schemas it uses.", ""]
+    seen: list[type[BaseModel]] = []
+    waiting: list[tuple[str, type[BaseModel]]] = [("run.yaml", RunConfig)]
+    while waiting:
+        title, schema = waiting.pop(0)
+        if schema in seen:
+            continue
+        seen.append(schema)
+        summary = " ".join((schema.__doc__ or "").split())
+        lines += [f"## {title}", "", summary, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in schema.model_fields.items():
+            meaning = " ".join((field.description or "").replace("``", "`").split())
+            cells = [f"`{name}`", _type_name(field.annotation), _default(field), meaning]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            waiting += [
+                (f"{title.removeprefix('run.yaml').strip('.')}.{name}".strip("."), inner)
+                for inner in _schemas(field.annotation)
+            ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def results_page() -> str:
+    """One section for each result file: its title, how it was made, and its lines."""
+    lines = [
+        "# Results",
+        "",
+        "Generated from `benchmarks/results/`; each figure comes from the script named with it.",
+        "",
+    ]
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        lines += [f"## {result['title']}", "", f"`python benchmarks/{path.stem}.py`, {result['setup']}", ""]
+        lines += [*result["lines"], ""]
+    return "\n".join(lines)
+
+
+PAGES = {"run_file.md": run_file_page, "results.md": results_page}
+
+
+def main() -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(description="Write the generated pages of the documentation.")
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    check = parser.parse_args().check
+    stale = [name for name, page in PAGES.items() if _read(DOCS / name) != page()]
+    for name in stale:
+        if check:
+            print(f"docs/{name} is out of date: run python docs/generate.py", file=sys.stderr)
+        else:
+            (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
+            print(f"wrote docs/{name}")
+    return int(check and bool(stale))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _schemas(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [schema for argument in typing.get_args(annotation) for schema in _schemas(argument)]
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{json.dumps(value) if not isinstance(value, str) else value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if argument is type(None) else _type_name(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    return {int: "whole number", float: "number", bool: "true, false", str: "text"}.get(annotation, str(annotation))
+
+
+def _default(field: Any) -> str:
+    if field.default is PydanticUndefined:
+        return "" if field.default_factory else "required"
+    if isinstance(field.default, BaseModel):
+        return "below"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{json.dumps(value)}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
