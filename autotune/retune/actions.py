@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import uuid
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from autotune.twin.twin import Forecast
 from engine.config import RunConfig
+from engine.control import Change, RollBack, SetLearningRateScale, SetMicroBatch, Stop, TakeCheckpoint
 from engine.schema import Schema
 from engine.spec import Count, CountOrZero, Positive
 
@@ -20,14 +22,23 @@ MIN_SCALE, MAX_SCALE = 1 / 16, 16.0
 
 
 class TryLearningRate(Schema):
-    """Compare learning rates in forks; ``factors`` are relative to the present scale, which is always compared too."""
+    """Compare learning rates in forks. ``factors`` are relative to the present scale, which is always compared too.
+
+    ``here``: forks leave the run where it is and are annealed; the winner's rate is given to the run.
+    ``start``: forks leave the run near its start, go to about where it is now, and are compared with what the run did
+    on the same batches; the run goes on from the winner's last state. That makes a start that was too fast good: its
+    harm does not go away when the rate is lowered later.
+    """
 
     kind: Literal["learning_rate"] = "learning_rate"
+    origin: Literal["here", "start"] = "here"
     factors: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
     num_steps: Count
     """Steps of each fork."""
-    anneal_steps: CountOrZero
+    anneal_steps: CountOrZero = 0
     """Of these, steps over which the learning rate falls to the schedule's minimum."""
+    judged_steps: Count
+    """Of these, the last steps that are compared."""
 
 
 class TryMicroBatch(Schema):
@@ -74,6 +85,21 @@ class Proposal(Schema):
 def rung_factor(num_rungs: int) -> float:
     """Factor of so many steps up (above 0) or down (below 0)."""
     return STEP_UP**num_rungs if num_rungs >= 0 else STEP_DOWN**-num_rungs
+
+
+def describe(change: Change) -> str:
+    """A change in words."""
+    match change:
+        case SetLearningRateScale():
+            return f"learning-rate scale {change.scale:.4g}"
+        case SetMicroBatch():
+            return f"micro-batch {change.micro_batch_size}"
+        case RollBack():
+            return f"back to {Path(change.checkpoint).name} at learning-rate scale {change.scale:.4g}"
+        case TakeCheckpoint():
+            return "checkpoint"
+        case Stop():
+            return "stop at a checkpoint"
 
 
 def is_allowed(scale: float) -> bool:

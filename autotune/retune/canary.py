@@ -1,15 +1,14 @@
 """Judging a proposal before it touches the run, or in short turns on it.
 
-Learning rates are compared in shadow forks over the same batches, annealed at the end, by the loss on the same held-out
-documents: random numbers are common, so the differences are far less noisy than the losses. Every trial spends a share
-of one error budget, so that looking again and again does not add up to false alarms.
+Learning rates are compared in shadow forks over the same batches, by the loss on the same held-out documents: random
+numbers are common, so the differences are far less noisy than the losses. Every trial spends a share of one error
+budget, so that looking again and again does not add up to false alarms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +20,7 @@ ERROR_BUDGET = 0.05
 """Chance of ever accepting a change that has no effect, over all trials of a run."""
 MIN_GAIN_RATIO = 0.003
 """Held-out loss must fall by at least this share, however small the noise."""
+MIN_JUDGED_STEPS = 6
 MIN_SPEED_UP = 0.02
 """A micro-batch must be faster by at least this share."""
 
@@ -36,8 +36,8 @@ class ArmResult(Schema):
     """Why, where it failed."""
     held_out_loss: float | None = None
     """Nats per token at its end, after annealing."""
-    losses: tuple[float, ...] = ()
-    """Training losses of its steps (nats per token): fresh batches, the same ones in every fork."""
+    losses: tuple[float | None, ...] = ()
+    """Training losses of its steps (nats per token; null where not finite): fresh batches, the same in every fork."""
 
 
 class Comparison(Schema):
@@ -46,7 +46,7 @@ class Comparison(Schema):
     factor: float
     """Learning-rate scale over the present one."""
     difference: float | None
-    """Held-out loss minus the reference's (nats); null where one of them failed."""
+    """Loss minus the reference's (nats); null where one of them failed."""
     handicap: float = 0.0
     """Progress that the short trial hides, added to the difference."""
     margin: float | None = None
@@ -60,11 +60,14 @@ def error_share(index: int, budget: float = ERROR_BUDGET) -> float:
     return budget / ((index + 1) * (index + 2))
 
 
-def judge(results: Sequence[ArmResult], *, index: int, handicaps: Mapping[float, float]) -> list[Comparison]:
+def judge(
+    results: Sequence[ArmResult], *, judged_steps: int, index: int, handicaps: Mapping[float, float]
+) -> list[Comparison]:
     """Compare every fork with the reference (factor 1).
 
     Args:
         results: The reference and the other arms.
+        judged_steps: Last steps that are compared.
         index: How many trials this run has had before.
         handicaps: By factor, progress to the end of the run that the arm would lose and the trial cannot show (nats).
             Short trials flatter slow rates; negative values count as none, so that a fast rate has to win by itself.
@@ -72,24 +75,43 @@ def judge(results: Sequence[ArmResult], *, index: int, handicaps: Mapping[float,
     reference = next((result for result in results if result.factor == 1.0), None)
     arms = [result for result in results if result.factor != 1.0]
     alpha = error_share(index) / max(len(arms), 1)
-    return [compare(reference, arm, alpha=alpha, handicap=max(handicaps.get(arm.factor, 0.0), 0.0)) for arm in arms]
+    return [
+        compare(
+            reference,
+            arm,
+            judged_steps=judged_steps,
+            alpha=alpha,
+            handicap=max(handicaps.get(arm.factor, 0.0), 0.0),
+        )
+        for arm in arms
+    ]
 
 
-def compare(reference: ArmResult | None, arm: ArmResult, *, alpha: float, handicap: float = 0.0) -> Comparison:
-    """Whether the arm's held-out loss is lower by more than noise and handicap.
+def compare(
+    reference: ArmResult | None, arm: ArmResult, *, judged_steps: int, alpha: float, handicap: float = 0.0
+) -> Comparison:
+    """Whether the arm's loss is lower by more than noise and handicap.
 
-    The noise is told from the paired training losses of the fork's second half: they are differences on fresh batches,
-    corrected for their autocorrelation, and they must have fallen as well.
+    The loss is the held-out one where both have it, else the training loss. The noise is told from the paired training
+    losses: differences on fresh batches, freed of their trend and corrected for autocorrelation. They must have fallen
+    as well.
     """
-    if reference is None or reference.held_out_loss is None or arm.held_out_loss is None:
-        return Comparison(factor=arm.factor, difference=None, accepted=False)
-    difference = arm.held_out_loss - reference.held_out_loss
+    failed = Comparison(factor=arm.factor, difference=None, accepted=False)
+    if reference is None or reference.outcome != "ok" or arm.outcome != "ok":
+        return failed
     length = min(len(reference.losses), len(arm.losses))
-    paired = np.array(arm.losses[length // 2 : length]) - np.array(reference.losses[length // 2 : length])
-    if len(paired) < 4:
-        return Comparison(factor=arm.factor, difference=difference, handicap=handicap, accepted=False)
+    judged = slice(max(length - judged_steps, 0), length)
+    base = np.array(reference.losses[judged], dtype=float)
+    paired = np.array(arm.losses[judged], dtype=float) - base
+    paired = paired[np.isfinite(paired)]
+    if len(paired) < MIN_JUDGED_STEPS:
+        return failed
+    if arm.held_out_loss is not None and reference.held_out_loss is not None:
+        difference, level = arm.held_out_loss - reference.held_out_loss, reference.held_out_loss
+    else:
+        difference, level = float(paired.mean()), float(np.nanmean(base))
     error, freedom = _standard_error(paired)
-    margin = max(_t_quantile(1 - alpha, freedom) * error, MIN_GAIN_RATIO * reference.held_out_loss)
+    margin = max(_t_quantile(1 - alpha, freedom) * error, MIN_GAIN_RATIO * level)
     accepted = difference + handicap < -margin and float(paired.mean()) < 0
     return Comparison(factor=arm.factor, difference=difference, handicap=handicap, margin=margin, accepted=accepted)
 
@@ -139,11 +161,15 @@ def turns(num_blocks: int) -> list[bool]:
 
 
 def _standard_error(values: Floats) -> tuple[float, float]:
-    """Standard error of the mean of autocorrelated values, and its degrees of freedom."""
-    centred = values - values.mean()
-    variance = float(centred @ centred) / (len(values) - 1)
-    lagged = sum(a * b for a, b in pairwise(centred.tolist()))
-    correlation = min(max(lagged / max(variance * (len(values) - 1), 1e-30), 0.0), 0.9)
+    """Standard error of the mean of autocorrelated values with a linear trend, and its degrees of freedom."""
+    positions = np.arange(len(values)) - (len(values) - 1) / 2
+    slope = float(positions @ values) / float(positions @ positions)
+    rest = values - values.mean() - slope * positions
+    variance = float(rest @ rest) / (len(values) - 2)
+    correlation = float(rest[1:] @ rest[:-1]) / max(float(rest @ rest), 1e-30)
+    # Short series look less correlated than they are, by about (1 + 4 r) / n; taking out the trend adds as much again.
+    correlation += 2 * (1 + 4 * max(correlation, 0.0)) / len(values)
+    correlation = min(max(correlation, 0.0), 0.9)
     # Effective number of values of a first-order autoregressive series.
     effective = max(len(values) * (1 - correlation) / (1 + correlation), 3.0)
     return math.sqrt(variance / effective), effective - 1

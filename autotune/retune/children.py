@@ -14,7 +14,7 @@ import engine
 from autotune.study import launch
 
 LOW_PRIORITY = 10
-"""Nice value of forks: they yield to the run."""
+"""Nice value of what runs on the same cores as the job: it yields to the job."""
 
 
 def start_child(

@@ -7,23 +7,34 @@ training goes on; started again, it goes on from its ledger.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from autotune.retune.actions import Proposal, Recover, TryLearningRate, TryMicroBatch, ladder
-from autotune.retune.canary import best_of, judge, judge_blocks, turns
-from autotune.retune.forks import ENGINE, ForkRunner
+from autotune.retune.actions import STEP_UP, Proposal, Recover, TryLearningRate, TryMicroBatch, describe, ladder
+from autotune.retune.canary import ArmResult, Comparison, best_of, judge, judge_blocks, turns
+from autotune.retune.children import LOW_PRIORITY
+from autotune.retune.forks import BRANCHES, ForkRunner
 from autotune.retune.ledger import EntryKind, Ledger, Memory, remember
-from autotune.retune.live import LiveRun, RunEndedError, RunSickError, held_checkpoints, hold_checkpoint
-from autotune.retune.policy import NUM_BLOCKS, choose_recovery, is_due, propose, trial_steps
+from autotune.retune.live import (
+    LiveRun,
+    RunEndedError,
+    RunSickError,
+    discard_held_after,
+    held_checkpoints,
+    hold_checkpoint,
+    step_of,
+)
+from autotune.retune.policy import NUM_BLOCKS, HeldCheckpoint, choose_recovery, is_due, propose, trial_steps
+from autotune.twin.history import Floats
 from autotune.twin.robust import median_and_sigma
 from engine.config import RunConfig, load_run
 from engine.control import Change, RollBack, SetLearningRateScale, SetMicroBatch, TakeCheckpoint
@@ -44,17 +55,17 @@ class Controller:
     Args:
         folder: The job's folder.
         interval: How often the job is looked at.
-        engine: The program that trains, for forks.
+        branches: The program that trains forks of the job.
     """
 
-    def __init__(self, folder: Path, interval: Interval, *, engine: Sequence[str] = ENGINE) -> None:
+    def __init__(self, folder: Path, interval: Interval, *, branches: Sequence[str] = BRANCHES) -> None:
         self.config: RunConfig = load_run(folder / "run.yaml")[0]
         self.memory = Memory()
         self._folder = folder
         self._interval = interval
         self._ledger = Ledger(folder)
         self._live = LiveRun(folder, self.config)
-        self._forks = ForkRunner(folder, self.config, engine)
+        self._forks = ForkRunner(folder, self.config, branches)
         self._device_memory_bytes: int | None = None
         self._cost_so_far = (0.0, time.monotonic())
 
@@ -86,13 +97,20 @@ class Controller:
         self._pause()
         findings = self._live.twin.findings()
         for finding in findings:
-            self._write("finding", finding.describe(), **finding.to_data())
+            self._write("finding", finding.describe(), finding.to_data())
         if not is_due(self.memory, self._interval, time.time(), self._live.step):
             return
-        proposal = propose(self._live.twin, self.memory, findings, device_memory_bytes=self._memory_of_a_device())
+        held = held_checkpoints(self._folder)
+        proposal = propose(
+            self._live.twin,
+            self.memory,
+            findings,
+            early_step=held[0].step if held else None,
+            device_memory_bytes=self._memory_of_a_device(),
+        )
         if proposal is None:
             return
-        self._write("proposal", proposal.reason, proposal.proposal_id, **proposal.to_data())
+        self._write("proposal", proposal.reason, proposal.to_data(), proposal)
         if isinstance(proposal.action, TryLearningRate):
             self._try_learning_rate(proposal, proposal.action)
         elif isinstance(proposal.action, TryMicroBatch):
@@ -115,158 +133,223 @@ class Controller:
     # -------------------------------------------------------------------------------------------------- learning rate
 
     def _try_learning_rate(self, proposal: Proposal, action: TryLearningRate) -> None:
-        ack = self._request(TakeCheckpoint(), f"to try learning rates: {proposal.reason}")
-        if ack is None or not ack.accepted:
-            self._hold(proposal, "learning_rate", "no checkpoint to fork from: " + (ack.reason if ack else "no answer"))
+        checkpoint = self._fork_point(proposal, action)
+        if checkpoint is None:
+            why = "no checkpoint to fork from"
+            self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
             return
-        held = hold_checkpoint(self._folder, ack.data["path"])
+        comparisons = self._compare(proposal, action, checkpoint)
+        won = best_of(comparisons)
+        if won is None:
+            why = "no rate was better by more than noise"
+            self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
+        elif action.origin == "here":
+            self._raise_or_lower(proposal, checkpoint, won.factor * proposal.scale)
+        else:
+            self._adopt(proposal, action, won.factor)
+
+    def _fork_point(self, proposal: Proposal, action: TryLearningRate) -> HeldCheckpoint | None:
+        """The checkpoint that forks leave from, put aside."""
+        if action.origin == "start":
+            return next(iter(held_checkpoints(self._folder)), None)
+        return self._hold_present(f"to try learning rates: {proposal.reason}")
+
+    def _compare(self, proposal: Proposal, action: TryLearningRate, checkpoint: HeldCheckpoint) -> list[Comparison]:
+        """Run the forks, judge them, and write down both with the cost."""
+        twin = self._live.twin
+        speed = twin.step_time()
         began = time.time()
-        speed = self._live.twin.step_time()
         try:
             results, cost = self._forks.run(
                 action,
                 scale=proposal.scale,
-                checkpoint=held.path,
+                checkpoint=checkpoint.path,
                 step_seconds=speed.seconds if speed else 1.0,
+                priority=LOW_PRIORITY if self._live.shares_cores() else 0,
                 wait=self._live.wait,
             )
         finally:
-            self._live.twin.disturbed(began, time.time())
-        twin = self._live.twin
-        handicaps = {factor: twin.progress_lost(factor, action.num_steps) for factor in action.factors}
-        comparisons = judge(results, index=self.memory.num_canaries, handicaps=handicaps)
-        won = best_of(comparisons)
-        told = ", ".join(
-            f"x{c.factor:.3g} {'failed' if c.difference is None else format(c.difference, '+.4f')}" for c in comparisons
+            twin.disturbed(began, time.time())
+        if action.origin == "start":  # what the run itself did on the same batches
+            losses = self._losses(checkpoint.step, checkpoint.step + action.num_steps)
+            told = tuple(loss if np.isfinite(loss) else None for loss in losses.tolist())
+            results = [ArmResult(factor=1.0, outcome="ok", losses=told), *results]
+        comparisons = judge(
+            results,
+            judged_steps=action.judged_steps,
+            index=self.memory.num_canaries,
+            handicaps={factor: twin.progress_lost(factor, action.num_steps) for factor in action.factors},
+        )
+        arms = ", ".join(
+            f"x{one.factor:.3g} {'failed' if one.difference is None else format(one.difference, '+.4f')}"
+            for one in comparisons
         )
         self._write(
             "canary",
-            f"forks of {action.num_steps} steps against the present rate: {told} nats"
+            f"forks of {action.num_steps} steps from step {checkpoint.step} against the present rate: {arms} nats"
             f" ({cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)})",
-            proposal.proposal_id,
-            action="learning_rate",
-            num_steps=action.num_steps * len(results),
-            results=[result.to_data() for result in results],
-            comparisons=[comparison.to_data() for comparison in comparisons],
-            cpu_seconds=cost.cpu_seconds,
-            wall_seconds=cost.wall_seconds,
+            {
+                "action": "learning_rate",
+                "num_steps": action.num_steps * (len(action.factors) + (action.origin == "here")),
+                "results": [result.to_data() for result in results],
+                "comparisons": [comparison.to_data() for comparison in comparisons],
+                "cpu_seconds": cost.cpu_seconds,
+                "wall_seconds": cost.wall_seconds,
+            },
+            proposal,
         )
-        if won is None:
-            self._hold(proposal, "learning_rate", "no rate was better by more than noise")
+        return comparisons
+
+    def _raise_or_lower(self, proposal: Proposal, checkpoint: HeldCheckpoint, target: float) -> None:
+        """Bring the live run to another rate in allowed steps, and watch it."""
+        scales = ladder(proposal.scale, target)
+        self._decide(
+            proposal,
+            f"learning-rate scale {proposal.scale:.4g} -> {target:.4g} in {len(scales)} steps",
+            to_scale=target,
+            rungs=len(scales) if target > proposal.scale else -len(scales),
+            undo=checkpoint,
+            before=self._losses(self._live.step - trial_steps(self.config.num_steps), self._live.step),
+        )
+        done = [self._commit(proposal, SetLearningRateScale(scale=scale)) for scale in scales]
+        self._watch(applied=all(done))
+
+    def _adopt(self, proposal: Proposal, action: TryLearningRate, factor: float) -> None:
+        """Let the live run go on from the end of a slower start, and watch it."""
+        undo = self._hold_present("to return to, should the slower start be worse after all")
+        ended_at = self._forks.last_checkpoint(factor)
+        if ended_at is None or undo is None:
+            data = {"action": "learning_rate", "origin": "start"}
+            self._hold(proposal, data, "a checkpoint is missing")
             return
-        scales = ladder(proposal.scale, won.factor * proposal.scale)
+        adopted = hold_checkpoint(self._folder, ended_at)
+        scale = factor * proposal.scale
+        length = trial_steps(self.config.num_steps)
+        last = min(adopted.step + length, self._live.step)
+        self._decide(
+            proposal,
+            f"the run goes on from a slower start: step {adopted.step},"
+            f" learning-rate scale {proposal.scale:.4g} -> {scale:.4g}",
+            to_scale=scale,
+            rungs=round(math.log(factor) / math.log(STEP_UP)),
+            undo=undo,
+            before=self._losses(last - length, last),
+        )
+        self._watch(applied=self._commit(proposal, RollBack(checkpoint=adopted.path, scale=scale)))
+
+    def _decide(
+        self, proposal: Proposal, text: str, *, to_scale: float, rungs: int, undo: HeldCheckpoint, before: Floats
+    ) -> None:
+        """Write down an accepted rate, with all that its watch needs. Its commits come after, so that a retuner that is
+        killed in between finds it."""
+        level, sigma = median_and_sigma(before) if len(before) else (math.inf, 0.0)
         self._write(
             "decision",
-            f"learning-rate scale {proposal.scale:.4g} -> {scales[-1]:.4g} in {len(scales)} steps",
-            proposal.proposal_id,
-            action="learning_rate",
-            accepted=True,
-            rungs=len(scales) if won.factor > 1 else -len(scales),
-            from_scale=proposal.scale,
-            to_scale=scales[-1],
-            checkpoint=held.path,
+            text,
+            {
+                "action": "learning_rate",
+                "accepted": True,
+                "rungs": rungs,
+                "from_scale": proposal.scale,
+                "to_scale": to_scale,
+                "checkpoint": undo.path,
+                "loss_before": float(level) if math.isfinite(level) else None,
+                # Standard error of a median is 1.2533 that of a mean.
+                "error_before": 1.2533 * float(sigma) / math.sqrt(max(len(before), 1)),
+            },
+            proposal,
         )
-        for scale in scales:
-            self._commit(proposal, SetLearningRateScale(scale=scale))
-        self._watch()
 
-    def _hold(self, proposal: Proposal, action: str, why: str, **data: Any) -> None:
-        text = f"left as it is: {why}"
-        self._write("decision", text, proposal.proposal_id, action=action, accepted=False, **data)
+    def _hold(self, proposal: Proposal, data: Mapping[str, Any], why: str) -> None:
+        self._write("decision", f"left as it is: {why}", {"accepted": False, **data}, proposal)
 
     def _commit(self, proposal: Proposal, change: Change) -> bool:
-        ack = self._request(change, proposal.reason)
-        answer = "no answer" if ack is None else "acknowledged" if ack.accepted else f"refused: {ack.reason}"
-        settings = {name: value for name, value in change.to_data().items() if name != "kind"}
-        told = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in settings.items())
+        ack = self._live.request(change, proposal.reason)
         step = ack.step if ack else self._live.step
         self._write(
             "commit",
-            f"{told}: {answer} by the trainer at step {step}",
-            proposal.proposal_id,
-            change=change.to_data(),
-            accepted=ack is not None and ack.accepted,
-            change_id=ack.change_id if ack else None,
-            ack_step=step,
+            f"{describe(change)}: {_answer(ack)} by the trainer at step {step}",
+            {
+                "change": change.to_data(),
+                "accepted": ack is not None and ack.accepted,
+                "change_id": ack.change_id if ack else None,
+                "ack_step": step,
+            },
+            proposal,
         )
         return ack is not None and ack.accepted
 
-    def _watch(self) -> None:
-        """Follow an accepted learning rate for one trial's length and take it back when the loss rises."""
+    def _watch(self, *, applied: bool = True) -> None:
+        """Follow an accepted learning rate for one trial's length, and take it back when the loss is higher."""
         decision = self.memory.watched
         assert decision is not None
+        if not applied:
+            self._write("watch", "not in force: the trainer did not accept every step", {"kept": False})
+            return
         length = trial_steps(self.config.num_steps)
         first = self._live.step
-        before = self._losses(first - length, first)
         self._live.wait(lambda: self._live.step >= first + length)
         after = self._losses(first + length // 2, first + length)
-        # The runs before and after the change are compared by their medians: a spike is no reason to go back.
-        (level_before, sigma), (level_after, _) = median_and_sigma(before), median_and_sigma(after)
-        error = 1.2533 * float(sigma) * (1 / max(len(before), 1) + 1 / max(len(after), 1)) ** 0.5
-        limit = float(level_before) + max(WATCH_SIGMAS * error, WATCH_RATIO * float(level_before))
-        numbers = {"loss_before": float(level_before), "loss_after": float(level_after), "limit": limit}
-        if numbers["loss_after"] <= limit:
-            text = f"kept: loss {level_before:.4f} before, {level_after:.4f} after"
-            self._write("watch", text, decision.proposal_id, kept=True, **numbers)
+        before = decision.data["loss_before"]
+        if before is None or not len(after):
+            self._write("watch", "kept: no losses to compare with", {"kept": True})
+            return
+        # Medians: a spike is no reason to go back.
+        level, sigma = median_and_sigma(after)
+        error = math.hypot(decision.data["error_before"], 1.2533 * float(sigma) / math.sqrt(len(after)))
+        limit = before + max(WATCH_SIGMAS * error, WATCH_RATIO * before)
+        numbers = {"loss_before": before, "loss_after": float(level), "limit": limit}
+        if level <= limit:
+            self._write("watch", f"kept: loss {before:.4f} before, {level:.4f} after", {"kept": True, **numbers})
+            discard_held_after(self._folder, self._live.step)  # the way back from an adopted start
             return
         undo = Recover(checkpoint=decision.data["checkpoint"], scale=decision.data["from_scale"])
-        self._roll_back(undo, "watch", f"loss {level_before:.4f} before the change, {level_after:.4f} after", **numbers)
+        self._roll_back(undo, "watch", f"loss {before:.4f} before the change, {level:.4f} after", numbers)
 
-    def _losses(self, after: int, upto: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _losses(self, after: int, upto: int) -> Floats:
+        """Training losses of the steps after ``after`` and up to ``upto``."""
         history = self._live.twin.history
-        losses = history.loss[(history.step > after) & (history.step <= upto)]
-        return losses[np.isfinite(losses)]
+        return history.loss[(history.step > after) & (history.step <= upto)].copy()
 
     # ---------------------------------------------------------------------------------------------------- micro-batch
 
     def _try_micro_batch(self, proposal: Proposal, action: TryMicroBatch) -> None:
         """Turns of the present and the new micro-batch on the live run. The trainer has the last word at every turn."""
-        history = self._live.twin.history
         present, new = action.present_size, action.micro_batch_size
-        blocks: list[tuple[bool, float]] = []
+        data = {"action": "micro_batch", "micro_batch_size": new}
         began = time.time()
+        blocks: list[tuple[bool, float]] = []
         in_force = present
-        try:
-            for is_new in turns(NUM_BLOCKS):
-                wanted = new if is_new else present
-                if wanted != in_force:
-                    if not self._commit(proposal, SetMicroBatch(micro_batch_size=wanted)):
-                        self._hold(proposal, "micro_batch", "the trainer refused", micro_batch_size=new)
-                        return
-                    in_force = wanted
-                # The first step under a setting allocates: it does not count.
-                first = self._live.step + 1
-                self._live.wait(lambda first=first: self._live.step >= first + action.block_steps)  # type: ignore[misc]
-                counts = (history.step > first) & (history.micro_batch_size == wanted)
-                blocks.append((is_new, float(np.median(history.step_seconds[counts][: action.block_steps]))))
-        finally:
-            self._live.twin.disturbed(began, time.time())
+        for is_new in turns(NUM_BLOCKS):
+            wanted = new if is_new else present
+            if wanted != in_force and not self._commit(proposal, SetMicroBatch(micro_batch_size=wanted)):
+                self._hold(proposal, data, "the trainer refused")
+                return
+            in_force = wanted
+            blocks.append((is_new, self._time_block(wanted, action.block_steps)))
+        self._live.twin.disturbed(began, time.time())
         verdict = judge_blocks(blocks)
         self._write(
             "canary",
             f"micro-batch {new} against {present} in {len(blocks)} turns: {100 * verdict.speed_up:+.1f} % speed",
-            proposal.proposal_id,
-            action="micro_batch",
-            blocks=blocks,
-            wall_seconds=time.time() - began,
-            cpu_seconds=0.0,
-            **verdict.to_data(),
+            {**data, "blocks": blocks, "wall_seconds": time.time() - began, "cpu_seconds": 0.0, **verdict.to_data()},
+            proposal,
         )
-        if not verdict.accepted:
-            if in_force != present:
-                self._commit(proposal, SetMicroBatch(micro_batch_size=present))
-            self._hold(proposal, "micro_batch", "not faster by more than noise", micro_batch_size=new)
-            return
-        if in_force != new:
-            self._commit(proposal, SetMicroBatch(micro_batch_size=new))
-        self._write(
-            "decision",
-            f"micro-batch {present} -> {new}",
-            proposal.proposal_id,
-            action="micro_batch",
-            accepted=True,
-            micro_batch_size=new,
-        )
+        wanted = new if verdict.accepted else present
+        if in_force != wanted:
+            self._commit(proposal, SetMicroBatch(micro_batch_size=wanted))
+        if verdict.accepted:
+            self._write("decision", f"micro-batch {present} -> {new}", {**data, "accepted": True}, proposal)
+        else:
+            self._hold(proposal, data, "not faster by more than noise")
+
+    def _time_block(self, micro_batch_size: int, num_steps: int) -> float:
+        """Median time of the next steps. The first one under a setting allocates: it does not count."""
+        first = self._live.step + 1
+        self._live.wait(lambda: self._live.step >= first + num_steps)
+        history = self._live.twin.history
+        counts = (history.step > first) & (history.micro_batch_size == micro_batch_size)
+        return float(np.median(history.step_seconds[counts][:num_steps]))
 
     def _memory_of_a_device(self) -> int | None:
         if self._device_memory_bytes is None:
@@ -280,7 +363,7 @@ class Controller:
     def _recover(self, sick: RunSickError) -> None:
         """Bring back a run that went wrong, or hand it over."""
         finding = sick.finding
-        self._write("finding", finding.describe(), **finding.to_data())
+        self._write("finding", finding.describe(), finding.to_data())
         if self.memory.is_handed_over:
             self._live.acknowledge_sickness()
             return
@@ -298,24 +381,19 @@ class Controller:
             return
         self._roll_back(recovery, finding.kind, finding.describe())
 
-    def _roll_back(self, recovery: Recover, cause: str, why: str, **data: Any) -> None:
+    def _roll_back(self, recovery: Recover, cause: str, why: str, numbers: Mapping[str, float] | None = None) -> None:
         change = RollBack(checkpoint=recovery.checkpoint, scale=recovery.scale, skip_steps=recovery.skip_steps)
-        ack = self._request(change, why)
-        accepted = ack is not None and ack.accepted
-        answer = "acknowledged" if accepted else f"refused: {ack.reason}" if ack else "no answer"
-        place = f" to step {ack.data['to_step']}" if ack and accepted else ""
+        ack = self._live.request(change, why)
         step = ack.step if ack else self._live.step
+        accepted = ack is not None and ack.accepted
         self._write(
             "roll_back",
-            f"{why}: back{place}, learning-rate scale {recovery.scale:.4g}, {answer} by the trainer at step {step}",
-            self.memory.watched.proposal_id if self.memory.watched else None,
-            cause=cause,
-            accepted=accepted,
-            change=change.to_data(),
-            ack_step=step,
-            **data,
+            f"{why}: {describe(change)}, {_answer(ack)} by the trainer at step {step}",
+            {"cause": cause, "accepted": accepted, "change": change.to_data(), "ack_step": step, **(numbers or {})},
         )
-        if not accepted:
+        if accepted:
+            discard_held_after(self._folder, step_of(recovery.checkpoint))
+        else:
             self._write("hand_over", "the trainer did not roll back, please look at the run")
         self._live.acknowledge_sickness()
 
@@ -327,27 +405,32 @@ class Controller:
         if entry is None:
             return
         proposal = Proposal.model_validate(entry.data)
+        action = proposal.action
         why = "the retuner was started again meanwhile"
-        if isinstance(proposal.action, TryMicroBatch):
-            self._commit(proposal, SetMicroBatch(micro_batch_size=proposal.action.present_size))
-            self._hold(proposal, "micro_batch", why, micro_batch_size=proposal.action.micro_batch_size)
-        else:
-            self._hold(proposal, "learning_rate", why)
+        if isinstance(action, TryMicroBatch):
+            self._commit(proposal, SetMicroBatch(micro_batch_size=action.present_size))
+            self._hold(proposal, {"action": "micro_batch", "micro_batch_size": action.micro_batch_size}, why)
+        elif isinstance(action, TryLearningRate):
+            self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
 
     def _hold_early_checkpoint(self) -> None:
-        """Put a checkpoint of the very start aside, for a start that diverges."""
+        """Put a checkpoint of the very start aside, for a start that turns out too fast."""
         if held_checkpoints(self._folder):
             return
-        ack = self._request(TakeCheckpoint(), "to return to, should the start diverge")
-        if ack is not None and ack.accepted:
-            held = hold_checkpoint(self._folder, ack.data["path"])
-            self._write("checkpoint", f"checkpoint of step {held.step} put aside", path=held.path)
+        held = self._hold_present("to return to, should the start turn out too fast")
+        if held is not None:
+            self._write("checkpoint", f"checkpoint of step {held.step} put aside", {"path": held.path})
 
-    def _request(self, change: Change, reason: str) -> AckRecord | None:
-        return self._live.request(change, reason)
+    def _hold_present(self, reason: str) -> HeldCheckpoint | None:
+        """Ask for a checkpoint and put it aside; None when the trainer gave none."""
+        ack = self._live.request(TakeCheckpoint(), reason)
+        return hold_checkpoint(self._folder, ack.data["path"]) if ack is not None and ack.accepted else None
 
-    def _write(self, kind: EntryKind, text: str, proposal_id: str | None = None, **data: Any) -> None:
-        entry = self._ledger.append(kind, self._live.step, text, proposal_id=proposal_id, **data)
+    def _write(
+        self, kind: EntryKind, text: str, data: Mapping[str, Any] | None = None, proposal: Proposal | None = None
+    ) -> None:
+        of = proposal.proposal_id if proposal else self.memory.watched.proposal_id if self.memory.watched else None
+        entry = self._ledger.append(kind, self._live.step, text, data, proposal_id=of)
         self.memory = remember(self.memory, entry)
 
     def _write_cost(self) -> None:
@@ -355,10 +438,15 @@ class Controller:
         self._write(
             "cost",
             f"retuner itself: {cpu - self._cost_so_far[0]:.2f} CPU seconds",
-            cpu_seconds=cpu - self._cost_so_far[0],
-            wall_seconds=wall - self._cost_so_far[1],
+            {"cpu_seconds": cpu - self._cost_so_far[0], "wall_seconds": wall - self._cost_so_far[1]},
         )
         self._cost_so_far = cpu, wall
+
+
+def _answer(ack: AckRecord | None) -> str:
+    if ack is None:
+        return "not answered"
+    return "acknowledged" if ack.accepted else f"refused ({ack.reason})"
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -370,11 +458,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="autotune.retune.controller", description=__doc__)
     parser.add_argument("folder", type=Path, help="the job's folder, which holds run.yaml")
     parser.add_argument("--every", default="10m", help="how often to look: 10m, 30s or 200steps (default: 10m)")
-    parser.add_argument("--engine", default=shlex.join(ENGINE), help="command that trains forks of the job")
+    parser.add_argument("--branches", default=shlex.join(BRANCHES), help="command that trains forks of the job")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _end)
     try:
-        Controller(given.folder.absolute(), parse_interval(given.every), engine=shlex.split(given.engine)).run()
+        Controller(given.folder.absolute(), parse_interval(given.every), branches=shlex.split(given.branches)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE

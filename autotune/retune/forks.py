@@ -6,17 +6,15 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.retune.actions import TryLearningRate
 from autotune.retune.canary import ArmResult
-from autotune.retune.children import LOW_PRIORITY, end_child, start_child
+from autotune.retune.children import end_child, start_child
 from engine.atomic import make_folder, write_text
 from engine.config import BranchOptions, CheckpointOptions, EvaluationOptions, LoggingOptions, RunConfig, dump_run
 from engine.outcome import read_outcome
@@ -24,7 +22,7 @@ from engine.plan import Plan
 from engine.telemetry import StepRecord, read_telemetry
 
 FORKS_FOLDER = "forks"
-ENGINE = (sys.executable, "-P", "-m", "engine.train")
+BRANCHES = (sys.executable, "-P", "-m", "engine.branches")
 MIN_EVALUATION_TOKENS = 8192
 EVALUATION_STEPS = 16
 """Held-out tokens of a fork's evaluation, in training steps' tokens: about as dear as half so many steps."""
@@ -55,7 +53,7 @@ def fork_config(config: RunConfig, checkpoint: str, action: TryLearningRate, sca
             measure_memory=False, init_from=None, stop_after_steps=None, step_delay_seconds=0.0, measure_warmup_steps=0
         ),
         evaluation=EvaluationOptions(max_tokens=min(tokens, config.evaluation.max_tokens)),
-        checkpoint=CheckpointOptions(at_end=False),
+        checkpoint=CheckpointOptions(at_end=action.origin == "start"),
         logging=LoggingOptions(),
         branch=BranchOptions(
             checkpoint=checkpoint,
@@ -67,18 +65,18 @@ def fork_config(config: RunConfig, checkpoint: str, action: TryLearningRate, sca
 
 
 class ForkRunner:
-    """Runs the forks of one trial, as many at once as there are cores for, at low priority.
+    """Runs the forks of one trial, as many at once as there are cores for.
 
     Args:
         folder: The job's folder.
         config: The job's configuration.
-        engine: The program that trains: it is given a run file and ``--folder``.
+        program: What runs branches: it is given ``--at-once N`` and folders that hold a run file each.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, engine: Sequence[str] = ENGINE) -> None:
+    def __init__(self, folder: Path, config: RunConfig, program: Sequence[str] = BRANCHES) -> None:
         self._folder = folder / FORKS_FOLDER
         self._config = config
-        self._engine = tuple(engine)
+        self._program = tuple(program)
 
     def run(
         self,
@@ -87,61 +85,51 @@ class ForkRunner:
         scale: float,
         checkpoint: str,
         step_seconds: float,
-        wait: Callable[[Callable[[], bool]], object],
+        priority: int,
+        wait: Callable[..., object],
     ) -> tuple[list[ArmResult], TrialCost]:
-        """Run the reference and every arm of the action to their ends.
+        """Run every arm of the action to its end, and for ``here`` the reference first.
 
         Args:
             action: The factors to try, and for how long.
             scale: Learning-rate scale in force, which factors are relative to.
             checkpoint: Where to branch off.
             step_seconds: Step time of the live run, for the time limit.
-            wait: Waits until a condition holds; whatever it raises ends the forks.
+            priority: Nice value.
+            wait: Called with a condition and ``timeout_seconds``, returns when the condition holds or time is up;
+                whatever it raises ends the forks.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
-        used = _children_cpu_seconds()
-        started = time.monotonic()
-        # Forks run beside the job: several times slower than it at worst.
-        deadline = started + (START_ALLOWANCE_SECONDS + 10 * action.num_steps * step_seconds) * (
-            1 + len(action.factors)
-        )
+        factors = (1.0, *action.factors) if action.origin == "here" else action.factors
+        for factor in factors:
+            config = fork_config(self._config, checkpoint, action, factor * scale)
+            write_text(make_folder(self._arm_folder(factor)) / "run.yaml", dump_run(config))
+        cpu_before, started = _children_cpu_seconds(), time.monotonic()
         num_threads = self._config.runtime.threads_per_rank
-        num_at_once = max(1, len(os.sched_getaffinity(0)) // num_threads)
-        if self._config.runtime.device == "cuda":
-            num_at_once = 1
-        waiting = [1.0, *action.factors]
-        running: dict[float, subprocess.Popen[bytes]] = {}
+        on_cpu = self._config.runtime.device == "cpu"
+        num_at_once = max(1, len(os.sched_getaffinity(0)) // num_threads) if on_cpu else 1
+        folders = [str(self._arm_folder(factor)) for factor in factors]
+        with (self._folder / "stdout.log").open("wb") as output:
+            child = start_child(
+                [*self._program, "--at-once", str(num_at_once), *folders],
+                output=output,
+                num_threads=num_threads,
+                priority=priority,
+                death_signal=signal.SIGKILL,
+            )
+            try:
+                # Beside the job, forks may be several times slower than it.
+                limit = START_ALLOWANCE_SECONDS + 10 * action.num_steps * step_seconds * len(factors)
+                wait(lambda: child.poll() is not None, timeout_seconds=limit)
+            finally:
+                end_child(child, grace_seconds=0.0)
+        results = [self._result(factor) for factor in factors]
+        return results, TrialCost(_children_cpu_seconds() - cpu_before, time.monotonic() - started)
 
-        def advance() -> bool:
-            for factor, child in list(running.items()):
-                if child.poll() is not None:
-                    del running[factor]
-            while waiting and len(running) < num_at_once:
-                factor = waiting.pop(0)
-                running[factor] = self._start(
-                    stack, fork_config(self._config, checkpoint, action, factor * scale), factor
-                )
-            return not running or time.monotonic() > deadline
-
-        with ExitStack() as stack:
-            wait(advance)
-        results = [self._result(factor) for factor in (1.0, *action.factors)]
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return results, TrialCost(_children_cpu_seconds() - used, time.monotonic() - started)
-
-    def _start(self, stack: ExitStack, config: RunConfig, factor: float) -> subprocess.Popen[bytes]:
-        folder = make_folder(self._arm_folder(factor))
-        write_text(folder / "run.yaml", dump_run(config))
-        output = stack.enter_context((folder / "stdout.log").open("wb"))
-        child = start_child(
-            [*self._engine, str(folder / "run.yaml"), "--folder", str(folder)],
-            output=output,
-            num_threads=config.runtime.threads_per_rank,
-            priority=LOW_PRIORITY,
-            death_signal=signal.SIGKILL,
-        )
-        stack.callback(end_child, child, grace_seconds=0.0)
-        return child
+    def last_checkpoint(self, factor: float) -> str | None:
+        """Where the fork of a ``start`` trial ended; None when it did not."""
+        paths = sorted((self._arm_folder(factor) / "checkpoints").glob("step-*"))
+        return str(paths[-1]) if paths else None
 
     def _arm_folder(self, factor: float) -> Path:
         return self._folder / f"x{factor:.4g}"
@@ -157,7 +145,7 @@ class ForkRunner:
             factor=factor,
             outcome="ok",
             held_out_loss=outcome.held_out_loss,
-            losses=tuple(loss for loss in losses if loss is not None),
+            losses=tuple(losses),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +14,11 @@ from engine.atomic import append_line, read_lines
 from engine.schema import Schema
 
 LEDGER_FILE = "ledger.jsonl"
+Direction = Literal["both", "up", "down"]
 FIRST_SPAN = 4
-"""Rungs (steps of x1.4 or x0.7) that the first trial reaches up and down."""
+"""Rungs (steps of x1.4 or x0.7) of the first trial's nearer arms; its farther arms are twice as far."""
+NEXT_SPAN = 2
+"""Rungs of the arms after that."""
 
 EntryKind = Literal[
     "start", "checkpoint", "finding", "proposal", "canary", "decision", "commit", "watch", "roll_back", "hand_over",
@@ -53,9 +56,17 @@ class Ledger:
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / LEDGER_FILE
 
-    def append(self, kind: EntryKind, step: int, text: str, *, proposal_id: str | None = None, **data: Any) -> Entry:
+    def append(
+        self,
+        kind: EntryKind,
+        step: int,
+        text: str,
+        data: Mapping[str, Any] | None = None,
+        *,
+        proposal_id: str | None = None,
+    ) -> Entry:
         """Write one entry; on disk when this returns."""
-        entry = Entry(kind=kind, time=time.time(), step=step, text=text, proposal_id=proposal_id, data=data)
+        entry = Entry(kind=kind, time=time.time(), step=step, text=text, proposal_id=proposal_id, data=dict(data or {}))
         append_line(self._path, entry.to_data(), sync=True)
         return entry
 
@@ -80,8 +91,12 @@ class Memory:
     """Steps of all their forks."""
     span: int = FIRST_SPAN
     """Rungs that the next trial reaches."""
-    direction: Literal["both", "up", "down"] = "both"
+    direction: Direction = "both"
     """Where the next trial looks."""
+    start_tried: bool = False
+    """Whether slower starts were tried."""
+    num_changes: int = 0
+    """Learning rates accepted, and rollbacks."""
     num_holds: int = 0
     """Trials in a row that changed nothing."""
     last_time: float = 0.0
@@ -117,7 +132,8 @@ def remember(memory: Memory, entry: Entry) -> Memory:
     """What is remembered after one more entry."""
     data = entry.data
     if entry.kind == "proposal":
-        return replace(memory, open_proposal=entry)
+        from_start = data["action"].get("origin") == "start"
+        return replace(memory, open_proposal=entry, start_tried=memory.start_tried or from_start)
     if entry.kind == "canary" and data["action"] == "learning_rate":
         return replace(
             memory,
@@ -129,11 +145,15 @@ def remember(memory: Memory, entry: Entry) -> Memory:
         if data["action"] == "micro_batch":
             return replace(memory, micro_batches=memory.micro_batches | {data["micro_batch_size"]})
         if data["accepted"]:
-            return _after_accepted(replace(memory, watched=entry), data["rungs"])
-        return _after_held(memory)
+            changed = replace(memory, watched=entry, num_changes=memory.num_changes + 1)
+            return _after_accepted(changed, data["rungs"])
+        # A trial of slower starts says nothing of how near the best rate is.
+        held = _after_held(memory)
+        return replace(held, span=NEXT_SPAN) if data.get("origin") == "start" else held
     if entry.kind == "watch":
         return replace(memory, watched=None)
     if entry.kind == "roll_back":
+        memory = replace(memory, num_changes=memory.num_changes + 1)
         if memory.watched is not None:  # what had been accepted was wrong: look closer, and less often
             rungs = memory.watched.data["rungs"]
             return replace(
@@ -152,10 +172,12 @@ def remember(memory: Memory, entry: Entry) -> Memory:
 
 
 def _after_accepted(memory: Memory, rungs: int) -> Memory:
-    """Go on in the same direction: as far again when the farthest arm won, else half as far."""
-    span = memory.span if abs(rungs) >= memory.span else max(1, abs(rungs) // 2)
-    return replace(memory, direction="up" if rungs > 0 else "down", span=span, num_holds=0)
+    """After a long way look closer, to both sides; after a short one go on in the same direction."""
+    if abs(rungs) > NEXT_SPAN:
+        return replace(memory, direction="both", span=NEXT_SPAN, num_holds=0)
+    return replace(memory, direction="up" if rungs > 0 else "down", num_holds=0)
 
 
 def _after_held(memory: Memory) -> Memory:
-    return replace(memory, direction="both", span=max(1, memory.span // 2), num_holds=memory.num_holds + 1)
+    span = NEXT_SPAN if memory.span > NEXT_SPAN else 1
+    return replace(memory, direction="both", span=span, num_holds=memory.num_holds + 1)

@@ -62,6 +62,7 @@ class LiveRun:
         self._acks: dict[str, AckRecord] = {}
         self._created = time.time()
         self._checked_step = 0
+        self._pid = 0
 
     @property
     def step(self) -> int:
@@ -82,6 +83,7 @@ class LiveRun:
                 self._acks[record.change_id] = record
             elif isinstance(record, EventRecord) and record.kind in ("start", "end"):
                 self.is_running = record.kind == "start"
+                self._pid = record.data.get("pid", 0)
                 ended_at = None if self.is_running else record.time
         if self.is_running:
             return
@@ -89,6 +91,13 @@ class LiveRun:
         ended = ended_at is not None and ended_at > self._created
         if ended or self._is_complete() or time.time() - self._created > START_SECONDS:
             raise RunEndedError
+
+    def shares_cores(self) -> bool:
+        """Whether this process may run where the job's first rank runs."""
+        try:
+            return bool(os.sched_getaffinity(self._pid) & os.sched_getaffinity(0))
+        except OSError:
+            return True
 
     def _is_complete(self) -> bool:
         outcome = read_outcome(self.folder)
@@ -166,17 +175,25 @@ def hold_checkpoint(folder: Path, checkpoint: str) -> HeldCheckpoint:
     temporary.rename(target)
     for one in held_checkpoints(folder)[1:-NUM_HELD]:
         shutil.rmtree(one.path, ignore_errors=True)
-    return HeldCheckpoint(_step_of(target), str(target))
+    return HeldCheckpoint(step_of(target), str(target))
 
 
 def held_checkpoints(folder: Path) -> list[HeldCheckpoint]:
     """The checkpoints put aside, earliest step first."""
     paths = sorted((folder / HELD_FOLDER).glob("step-*"))
-    return [HeldCheckpoint(_step_of(path), str(path)) for path in paths]
+    return [HeldCheckpoint(step_of(path), str(path)) for path in paths]
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def discard_held_after(folder: Path, step: int) -> None:
+    """Remove held checkpoints of later steps: the run went back, and their line of history was given up."""
+    for one in held_checkpoints(folder):
+        if one.step > step:
+            shutil.rmtree(one.path, ignore_errors=True)
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """The step of a checkpoint, from its folder's name."""
+    return int(Path(checkpoint).name.removeprefix("step-"))
 
 
 def _link(source: str, target: str) -> None:

@@ -21,8 +21,8 @@ from autotune.retune.actions import (
     micro_batch_choices,
     rung_factor,
 )
-from autotune.retune.ledger import Memory
-from autotune.twin.health import Finding
+from autotune.retune.ledger import FIRST_SPAN, NEXT_SPAN, Direction, Memory
+from autotune.twin.health import LOSS_SPIKE, Finding
 from autotune.twin.twin import Twin
 from engine.units import Interval
 
@@ -45,6 +45,13 @@ RECOVERY_FACTOR = STEP_DOWN**4
 MAX_RECOVERIES = 4
 """After so many rollbacks people are asked to take over."""
 MIN_SPIKES_FOR_DOWN = 3
+"""So many spikes of the loss since the last look speak for a lower rate."""
+START_RUNGS = -5
+"""Rungs by which a slower start is slower."""
+START_RATIO = 0.15
+"""Longest slower start, as a share of the run."""
+YOUNG_RATIO = 0.4
+"""A run is young, and may be begun again, in this share of its steps."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,17 @@ def is_due(memory: Memory, interval: Interval, now: float, step: int) -> bool:
 
 
 def propose(
-    twin: Twin, memory: Memory, findings: Sequence[Finding], *, device_memory_bytes: int | None = None
+    twin: Twin,
+    memory: Memory,
+    findings: Sequence[Finding],
+    *,
+    early_step: int | None = None,
+    device_memory_bytes: int | None = None,
 ) -> Proposal | None:
     """What to try next; None to leave the run alone.
 
     Args:
+        early_step: Step of the checkpoint held from the run's start; None without one.
         device_memory_bytes: Memory of a device, which a larger micro-batch must fit; None when unknown, and then only
             smaller ones are tried.
     """
@@ -83,21 +96,29 @@ def propose(
     warm = twin.step >= twin.num_warmup_steps + SETTLE_STEPS
     if memory.is_handed_over or not warm or twin.num_steps_left < PAYBACK_TRIALS * length:
         return None
+    direction, reason = _direction(memory, findings)
+    # Far up first: a rate that is too low costs most early, and the trial is short.
+    looks_up = direction != "down" and memory.span == FIRST_SPAN and is_allowed(rung_factor(FIRST_SPAN) * twin.scale)
+    if early_step is not None and not looks_up and _may_start_slower(twin, memory, early_step, length):
+        reason = "the start may have been too fast, which lowering the rate later does not make good"
+        return _learning_rate_proposal(twin, memory, _slower_start(twin, early_step, length), reason)
     if memory.num_holds > 0 and (proposal := _propose_micro_batch(twin, memory, device_memory_bytes)):
         return proposal
-    return _propose_learning_rate(twin, memory, findings, length)
+    if looks_up:
+        rungs = [FIRST_SPAN, 2 * FIRST_SPAN]
+    else:
+        span = min(memory.span, NEXT_SPAN)
+        rungs = {"both": [span, -span], "up": [span, span // 2], "down": [-span, -(span // 2)]}[direction]
+    return _learning_rate_proposal(twin, memory, _rates_here(twin, rungs, length), reason)
 
 
-def _propose_learning_rate(twin: Twin, memory: Memory, findings: Sequence[Finding], length: int) -> Proposal | None:
-    direction, reason = _direction(memory, findings)
-    span, half = memory.span, max(1, memory.span // 2)
-    rungs = {"up": {span, half}, "down": {-span, -half}, "both": {span, -span}}[direction]
-    factors = tuple(sorted(f for f in map(rung_factor, rungs) if is_allowed(f * twin.scale)))
-    num_steps = length * (1 + len(factors))
-    if not factors or memory.num_trial_steps + num_steps > TRIAL_BUDGET_RATIO * twin.config.num_steps:
+def _learning_rate_proposal(twin: Twin, memory: Memory, action: TryLearningRate | None, reason: str) -> Proposal | None:
+    if action is None:
         return None
-    action = TryLearningRate(factors=factors, num_steps=length, anneal_steps=round(ANNEAL_RATIO * length))
-    forecasts = [twin.forecast(factor) for factor in (1.0, *factors)]
+    num_steps = action.num_steps * (len(action.factors) + (action.origin == "here"))
+    if memory.num_trial_steps + num_steps > TRIAL_BUDGET_RATIO * twin.config.num_steps:
+        return None
+    forecasts = [twin.forecast(factor) for factor in (1.0, *action.factors)]
     return Proposal(
         step=twin.step,
         scale=twin.scale,
@@ -107,10 +128,40 @@ def _propose_learning_rate(twin: Twin, memory: Memory, findings: Sequence[Findin
     )
 
 
-def _direction(memory: Memory, findings: Sequence[Finding]) -> tuple[str, str]:
-    spikes = sum(finding.kind == "spike" for finding in findings)
+def _rates_here(twin: Twin, rungs: Sequence[int], length: int) -> TryLearningRate | None:
+    """Rates so many rungs from the present one, as far as they are allowed."""
+    factors = {rung_factor(rung) for rung in rungs if rung and is_allowed(rung_factor(rung) * twin.scale)}
+    anneal_steps = round(ANNEAL_RATIO * length)
+    if not factors:
+        return None
+    return TryLearningRate(
+        factors=tuple(sorted(factors)), num_steps=length, anneal_steps=anneal_steps, judged_steps=anneal_steps
+    )
+
+
+def _may_start_slower(twin: Twin, memory: Memory, early_step: int, length: int) -> bool:
+    """Whether the run's start may be tried again: once, while it is young and nothing was changed yet."""
+    is_young = twin.step <= YOUNG_RATIO * twin.config.num_steps
+    is_new = not memory.start_tried and memory.num_changes == 0
+    # Of the longest trial enough must lie after warm-up, where rates differ.
+    warm_steps = round(START_RATIO * twin.config.num_steps) - max(twin.num_warmup_steps - early_step, 0)
+    return is_young and is_new and warm_steps >= length and is_allowed(rung_factor(START_RUNGS) * twin.scale)
+
+
+def _slower_start(twin: Twin, early_step: int, length: int) -> TryLearningRate | None:
+    """The start again at a far lower rate, up to about where the run is now; None while that is not far enough."""
+    num_steps = min(twin.step - early_step, round(START_RATIO * twin.config.num_steps))
+    if num_steps - max(twin.num_warmup_steps - early_step, 0) < length:
+        return None
+    return TryLearningRate(
+        origin="start", factors=(rung_factor(START_RUNGS),), num_steps=num_steps, judged_steps=max(num_steps // 4, 8)
+    )
+
+
+def _direction(memory: Memory, findings: Sequence[Finding]) -> tuple[Direction, str]:
+    spikes = sum(finding.kind == "spike" and finding.quantity == LOSS_SPIKE for finding in findings)
     if spikes >= MIN_SPIKES_FOR_DOWN:
-        return "down", f"{spikes} spikes since the last look: the learning rate may be too high"
+        return "down", f"{spikes} spikes of the loss since the last look: the learning rate may be too high"
     if any(finding.kind == "plateau" for finding in findings):
         return "both", "the loss is on a plateau: the learning rate may be far off"
     if memory.direction != "both":

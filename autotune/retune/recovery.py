@@ -42,10 +42,8 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
             "decision",
             outcome.num_steps,
             "left as it is: the run ran out of memory",
+            {"action": "micro_batch", "accepted": False, "micro_batch_size": proposal.action.micro_batch_size},
             proposal_id=proposal.proposal_id,
-            action="micro_batch",
-            accepted=False,
-            micro_batch_size=proposal.action.micro_batch_size,
         )
         return True
     if outcome.kind not in ("diverged", "nan"):
@@ -72,10 +70,12 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
         twin.step,
         f"{outcome.kind} at step {twin.step}: started again from {Path(recovery.checkpoint).name}"
         f" with learning-rate scale {recovery.scale:.4g}",
+        {
+            "cause": outcome.kind,
+            "accepted": True,
+            "change": roll_back.to_data(),
+            "change_id": request.change_id,
+        },
         proposal_id=memory.watched.proposal_id if memory.watched else None,
-        cause=outcome.kind,
-        accepted=True,
-        change=roll_back.to_data(),
-        change_id=request.change_id,
     )
     return True

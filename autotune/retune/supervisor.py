@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from autotune.retune.children import LOW_PRIORITY, end_child, start_child
-from autotune.retune.forks import ENGINE
+from autotune.retune.children import end_child, start_child
 from autotune.retune.recovery import revive
 from engine.config import RunConfig, load_run
 from engine.control import PLANNED_STOP_EXIT_CODE
 from engine.outcome import OUTCOME_FILE, read_outcome
 from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
 
+ENGINE = (sys.executable, "-P", "-m", "engine.train")
 ENGINE_LOG = "stdout.log"
 RETUNER_LOG = "retuner.log"
 POLL_SECONDS = 0.5
@@ -59,7 +59,8 @@ class Supervisor:
         every: How often the retuner looks, as written by people; None for no retuning.
         rendezvous: Set when the job spans several machines.
         on_records: Called with new telemetry, as it comes.
-        engine: The program that trains, given a run file and ``--folder``; it replaces the engine in tests.
+        engine: The program that trains, given a run file and ``--folder``.
+        branches: The program that trains forks of the job; None for the engine's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Supervisor:
         rendezvous: Rendezvous | None = None,
         on_records: Callable[[Records], None] = lambda _: None,
         engine: Sequence[str] = ENGINE,
+        branches: Sequence[str] | None = None,
     ) -> None:
         self._folder = folder
         self._config: RunConfig = load_run(folder / "run.yaml")[0]
@@ -78,6 +80,7 @@ class Supervisor:
         self._every = every if is_first_node else None
         self._on_records = on_records
         self._engine = tuple(engine)
+        self._branches = branches
         self._reader = TelemetryReader(folder)
         self._signals: list[int] = []
         self._last_step = 0
@@ -127,7 +130,7 @@ class Supervisor:
                 death_signal=signal.SIGTERM,
             )
             stack.callback(end_child, engine, grace_seconds=ENGINE_GRACE_SECONDS)
-            retuner = _Retuner(self._folder, self._every, self._engine, self._cores[1]) if self._every else None
+            retuner = _Retuner(self._folder, self._every, self._branches, self._cores[1]) if self._every else None
             if retuner:
                 stack.callback(retuner.stop)
             num_forwarded = 0
@@ -201,11 +204,11 @@ class Supervisor:
 class _Retuner:
     """The retuner's process, kept alive within bounds."""
 
-    def __init__(self, folder: Path, every: str, engine: Sequence[str], cores: Sequence[int]) -> None:
+    def __init__(self, folder: Path, every: str, branches: Sequence[str] | None, cores: Sequence[int]) -> None:
         self._folder = folder
         self._command = [sys.executable, "-P", "-m", "autotune.retune.controller", str(folder), "--every", every]
-        if tuple(engine) != ENGINE:
-            self._command += ["--engine", shlex.join(engine)]
+        if branches is not None:
+            self._command += ["--branches", shlex.join(branches)]
         self._cores = cores
         self._num_restarts = 0
         self._start_at = time.monotonic()
@@ -216,7 +219,7 @@ class _Retuner:
         if self._child is None:
             if time.monotonic() >= self._start_at:
                 with (self._folder / RETUNER_LOG).open("ab") as log:
-                    self._child = start_child(self._command, output=log, cores=self._cores, priority=LOW_PRIORITY // 2)
+                    self._child = start_child(self._command, output=log, cores=self._cores)
             return
         if self._child.poll() is None or self._child.returncode == 0 or self._num_restarts >= RETUNER_RESTARTS:
             return

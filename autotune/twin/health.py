@@ -18,6 +18,8 @@ MIN_WINDOW = 24
 SPIKE_SIGMAS = 6.0
 MIN_SIGMA = 0.01
 """Least spread of the log that is reckoned with: losses of near-equal batches may have hardly any of their own."""
+LOSS_SPIKE = "z of log loss"
+"""Quantity of a spike of the loss; the other kind is of the gradient norm."""
 PERSISTENT_STEPS = 32
 """A spike that holds for so many steps persists."""
 SMOOTHING_STEPS = 16
@@ -85,7 +87,7 @@ def assess(
 def find_spikes(history: History, num_new: int) -> list[Finding]:
     """Upward outliers of the last ``num_new`` steps: robust z of the log against the ``WINDOW`` steps before each."""
     findings = []
-    for name, values in (("log loss", history.loss), ("log gradient norm", history.grad_norm)):
+    for name, values in ((LOSS_SPIKE, history.loss), ("z of log gradient norm", history.grad_norm)):
         first = max(len(values) - num_new, MIN_WINDOW)
         if first >= len(values):
             continue
@@ -96,7 +98,7 @@ def find_spikes(history: History, num_new: int) -> list[Finding]:
         centre, sigma = median_and_sigma(np.where(known[:, None], windows, 0.0))
         z = (logs[WINDOW:] - centre) / np.maximum(sigma, MIN_SIGMA)
         for index in np.flatnonzero(known & (z > SPIKE_SIGMAS)):
-            findings.append(_finding("spike", int(history.step[first + index]), f"z of {name}", z[index], SPIKE_SIGMAS))
+            findings.append(_finding("spike", int(history.step[first + index]), name, z[index], SPIKE_SIGMAS))
     return findings
 
 
