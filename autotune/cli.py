@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from engine.errors import USER_ERROR_EXIT_CODE, UserError
+from engine.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 
 COMMANDS = {
     "sweep": "Run a tuning sweep over layouts and hyperparameters.",
@@ -22,8 +22,6 @@ COMMANDS = {
     "doctor": "Say what this machine has, and what is missing for what.",
 }
 """Command name -> one line of help, in the order people need them."""
-
-INTERRUPTED_EXIT_CODE = 130
 
 
 class LazyGroup(TyperGroup):

@@ -13,7 +13,8 @@ from autotune.space.expression import Expression
 from autotune.space.space import Dimension, as_columns, choice_column, mesh_word, with_derived
 from engine.errors import UserError
 from engine.plan import MESH_FIELDS, PlanTable
-from engine.rules import RuleContext, violations
+from engine.rule import RuleContext
+from engine.rules import violations
 
 MAX_COMBINATIONS = 4_000_000
 """Largest product of plan choices that is enumerated (about 1 GB of columns)."""

@@ -22,7 +22,7 @@ from engine.config import EvaluationOptions, RuntimeOptions, absolute_paths
 from engine.errors import UserError
 from engine.hf_config import load_model
 from engine.plan import MESH_FIELDS, Plan
-from engine.rules import RuleContext
+from engine.rule import RuleContext
 from engine.schema import Schema, SchemaT, parse
 from engine.spec import Hyperparameters, ModelSpec, Workload
 from engine.units import parse_batch, parse_bytes, parse_duration, parse_tokens
