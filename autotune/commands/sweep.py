@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli import INTERRUPTED_EXIT_CODE
 from autotune.paths import DEFAULT_RUNS, study_folder
 from engine.errors import UserError
 from engine.units import parse_duration
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from autotune.study.snapshot import StudySnapshot
     from autotune.study.study import Nothing, Study
 
+STOPPED_EXIT_CODE = 128 + signal.SIGINT
 NUM_SHOWN_CANDIDATES = 5
 PLAIN_WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
@@ -96,7 +96,7 @@ def command(
     else:
         _print_end(console, snapshot, ending, chosen, runs_dir, again)
     if driver.is_stopping:
-        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+        raise typer.Exit(STOPPED_EXIT_CODE)
     if not any(row.outcome is not None and row.outcome.kind == "ok" for row in snapshot.trials):
         raise typer.Exit(1)
 

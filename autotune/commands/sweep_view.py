@@ -71,6 +71,10 @@ class SweepView:
         if not self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False)
 
+    def waiting(self) -> None:
+        """Another sweep of this machine holds the devices."""
+        self.note("waiting: another sweep on this machine uses the devices")
+
     def started(self, assignment: Assignment) -> None:
         """A trial begins (again)."""
         with self._lock:

@@ -48,6 +48,11 @@ class DevicePool:
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
 
+    @property
+    def num_held(self) -> int:
+        """Devices that are handed out."""
+        return len(self._held)
+
     def acquire(self, num_devices: int, should_stop: Callable[[], bool] = lambda: False) -> Devices | None:
         """Wait for ``num_devices`` free devices.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from optuna.exceptions import StorageInternalError
 
 from autotune.space.space import TrialLimits
 from autotune.specs.machine import memory_limit_bytes
@@ -16,15 +17,26 @@ from autotune.study.devices import DevicePool, Devices
 from autotune.study.runner import MEMORY_SHARE, Stop, run_trial
 from autotune.study.study import Assignment, Nothing, Study
 from engine.config import RunConfig
+from engine.errors import UserError
 from engine.outcome import Outcome
 
 WAIT_SECONDS = 0.5
+WAIT_TOLD_SECONDS = 3.0
+"""Waiting so long for another sweep's devices is worth a word."""
+STORAGE_PAUSES_SECONDS = (1.0, 5.0, 20.0)
+"""Pauses before another try when the storage fails."""
 NUM_INFRA_RETRIES = 1
 """A trial hit by a fault of the machine is run again so often."""
 
 
+Result = TypeVar("Result")
+
+
 class Listener(Protocol):
     """Is told what happens, from several threads."""
+
+    def waiting(self) -> None:
+        """Another sweep of this machine holds the devices."""
 
     def started(self, assignment: Assignment) -> None:
         """A trial begins (again)."""
@@ -76,6 +88,11 @@ class Driver:
             finally:
                 if not all(worker.done() for worker in workers):  # an error here must not leave children behind
                     self.stop_now()
+        if isinstance(self._error, OSError):
+            raise UserError(
+                f"cannot write to the study: {self._error}",
+                hint="free some space or correct the permissions; the same command goes on where it was",
+            ) from self._error
         if self._error is not None:
             raise self._error
         reasons = [worker.result() for worker in workers]
@@ -97,9 +114,9 @@ class Driver:
     def _work(self) -> Nothing | None:
         try:
             while not self.is_stopping and time.monotonic() < self._deadline:
-                asked = self.study.ask()
+                asked = _patiently(self.study.ask)
                 if asked is Nothing.WAIT:
-                    threading.Event().wait(WAIT_SECONDS)
+                    time.sleep(WAIT_SECONDS)
                 elif isinstance(asked, Nothing):
                     return asked
                 else:
@@ -125,7 +142,7 @@ class Driver:
                     break
                 self.listener.retried(assignment, outcome)
                 assignment = self.study.retry(assignment)
-        if self.study.tell(assignment, outcome):
+        if _patiently(lambda: self.study.tell(assignment, outcome)):
             self.listener.finished(assignment, outcome)
 
     def _outcome(self, assignment: Assignment, devices: Devices) -> Outcome:
@@ -148,12 +165,39 @@ class Driver:
 
     @contextmanager
     def _devices(self, count: int) -> Iterator[Devices | None]:
-        devices = self.pool.acquire(count, lambda: self.is_stopping)
+        patience_ends = time.monotonic() + WAIT_TOLD_SECONDS
+        is_told = False
+
+        def should_stop() -> bool:
+            nonlocal is_told
+            if not is_told and time.monotonic() > patience_ends and not self.pool.num_held:
+                is_told = True
+                self.listener.waiting()
+            return self.is_stopping
+
+        devices = self.pool.acquire(count, should_stop)
         try:
             yield devices
         finally:
             if devices is not None:
                 self.pool.release(devices)
+
+
+def _patiently(call: Callable[[], Result]) -> Result:
+    """``call()``, tried again while the storage fails: every change to a study can be taken up where it stopped."""
+    pauses = iter(STORAGE_PAUSES_SECONDS)
+    while True:
+        try:
+            return call()
+        except StorageInternalError as error:
+            pause_seconds = next(pauses, None)
+            if pause_seconds is None:
+                reason = str(error.__cause__ or error).splitlines()[0]
+                raise UserError(
+                    f"the study's storage can't be used: {reason}",
+                    hint="bring it back; the same command goes on where it was",
+                ) from error
+            time.sleep(pause_seconds)
 
 
 def with_memory_share(limits: TrialLimits, config: RunConfig, num_devices: int) -> TrialLimits:

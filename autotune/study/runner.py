@@ -297,12 +297,13 @@ def _told_by_child(folder: Path, status: int) -> Outcome:
 
 
 def _last_line(path: Path) -> str:
-    """What the child said last: its error message when there is one."""
+    """What the child said last: its error message when there is one, else a rank's end as torchrun tells it."""
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-        lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["no output"])[-1][:500]
+        text = file.read().decode("utf-8", errors="replace")
+    lines = [" ".join(line.split()) for line in text.splitlines() if any(map(str.isalnum, line))]
+    telling = [line for start in ("error:", "exitcode") for line in lines if line.startswith(start)]
+    return (telling or lines[-1:] or ["no output"])[0][:500]
 
 
 def _completed(outcome: Outcome, watch: _Watch, wall_seconds: float) -> Outcome:

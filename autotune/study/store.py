@@ -196,6 +196,14 @@ def open_database(url: str) -> BaseStorage:
         ) from None
 
 
+def absolute_url(url: str) -> str:
+    """A database address that means the same from every working folder: SQLite files by their absolute path."""
+    prefix = "sqlite:///"
+    path = url.removeprefix(prefix)
+    is_relative_file = url.startswith(prefix) and path and not path.startswith(("/", ":"))
+    return f"{prefix}{Path(path).absolute()}" if is_relative_file else url
+
+
 def hide_password(url: str) -> str:
     """A database address without its password, for messages and files."""
     scheme, separator, rest = url.partition("://")

@@ -46,7 +46,15 @@ from autotune.study.record import (
 )
 from autotune.study.runner import end_recorded, evidence
 from autotune.study.snapshot import StudySnapshot
-from autotune.study.store import file_lock, hide_password, is_locked, open_database, open_journal, read_journal
+from autotune.study.store import (
+    absolute_url,
+    file_lock,
+    hide_password,
+    is_locked,
+    open_database,
+    open_journal,
+    read_journal,
+)
 from autotune.study.study_file import (
     STUDY_FILE,
     StudyFile,
@@ -156,6 +164,7 @@ class Study:
             UserError: The space, seed or storage differs from the study's (with the difference), or it can't be opened.
         """
         make_folder(folder)
+        storage_url = absolute_url(storage_url) if storage_url else None
         with file_lock(folder / OPEN_LOCK):
             if (folder / STUDY_FILE).exists():
                 file = _continued(read_study_file(folder), space, storage_url, num_trials, seed)
@@ -281,8 +290,12 @@ class Study:
         return number, suggest(self._table.optuna_trial(number, sampler), self.space)
 
     def _draw_new(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
-        seen_choices = {tuple(trial.params.items()) for trial in trials}
-        seen_keys = {record.key for record in map(record_of, trials) if record is not None}
+        seen_choices, seen_keys = set(), set()
+        for trial in trials:
+            record = record_of(trial)
+            if record is None or record.role in ("trial", "refused", "cached"):
+                seen_choices.add(tuple(trial.params.items()))
+                seen_keys.add(record.key if record is not None else "")
         draws = uniform_draws(self.space, self._enumeration, derive_seed(self.file.seed, "uniform", len(trials)))
         fresh = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
         for chosen in itertools.islice(fresh, MAX_UNIFORM_DRAWS):

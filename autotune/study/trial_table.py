@@ -102,11 +102,11 @@ class TrialTable:
             if name not in trial.constraints:  # a killed driver may have set it
                 trial.set_constraint(name, violation)
         told = [FAILED_VALUES[o.name] if values is None else values[o.name] for o in objectives]
-        self._study.tell(number, told, state=TrialState.COMPLETE)
+        self._study.tell(number, told, state=TrialState.COMPLETE, skip_if_finished=True)
 
     def dismiss(self, number: int) -> None:
         """Finish a number of which there is nothing to learn."""
-        self._study.tell(number, state=TrialState.FAIL)
+        self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def corpus_hash(self) -> str | None:
         """Hash of the text that the study's trials used, None before the first."""

@@ -38,6 +38,8 @@ class Log:
         self.released_numbers: list[int] = []
         self.retried_numbers: list[int] = []
 
+    def waiting(self) -> None: ...
+
     def started(self, assignment: Assignment) -> None: ...
 
     def finished(self, assignment: Assignment, outcome: Outcome) -> None:

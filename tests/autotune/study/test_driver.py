@@ -136,3 +136,29 @@ def wait_for(condition: Callable[[], bool], timeout: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+def test_a_storage_that_fails_for_a_moment_is_tried_again(
+    open_study: Callable[..., Study], drive: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optuna.exceptions import StorageInternalError
+
+    from autotune.study import driver
+
+    monkeypatch.setattr(driver, "STORAGE_PAUSES_SECONDS", (0.01, 0.01))
+    study = open_study(num_trials=1)
+    failures = iter([True, True, False])
+    tell = study.tell
+
+    def failing_tell(*arguments: Any) -> bool:
+        if next(failures):
+            raise StorageInternalError("deadlock detected")
+        return tell(*arguments)
+
+    monkeypatch.setattr(study, "tell", failing_tell)
+    assert drive(study, "ok").finished_numbers == [0]
+
+    more = open_study(num_trials=2)
+    monkeypatch.setattr(more, "tell", lambda *_: (_ for _ in ()).throw(StorageInternalError("gone")))
+    with pytest.raises(UserError, match="storage can't be used: gone"):
+        drive(more, "ok")

@@ -12,6 +12,7 @@ import pytest
 from autotune.study.store import (
     BACKUP_FILE,
     JOURNAL_FILE,
+    absolute_url,
     cut_torn_tail,
     file_lock,
     hide_password,
@@ -154,3 +155,10 @@ def test_passwords_are_kept_nowhere() -> None:
     assert hide_password("postgresql://me:secret@host:5432/name") == "postgresql://me@host:5432/name"
     assert hide_password("postgresql://me@host/name") == "postgresql://me@host/name"
     assert hide_password("sqlite:////tmp/a.db") == "sqlite:////tmp/a.db"
+
+
+def test_database_files_mean_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_url("sqlite:///studies.db") == f"sqlite:///{tmp_path}/studies.db"
+    for url in ("sqlite:////tmp/studies.db", "sqlite:///:memory:", "postgresql://host/name"):
+        assert absolute_url(url) == url
