@@ -51,7 +51,7 @@ EQUAL_TWO = [
     equal("tp2-moe", {"tp": 2}, "moe"),
     equal("tp2-sp-moe", {"tp": 2, **SP}, "moe"),
     equal("pp2", {"pp": 2}),
-    equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [3, 1], "recompute": "every_k", "recompute_period": 2}),
+    equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [1, 2], "recompute": "every_k", "recompute_period": 2}),
     equal("pp2-gpt2", {"pp": 2, "micro_batch_size": 1}, "gpt2-untied"),
     equal("pp2-moe", {"pp": 2}, "moe"),
 ]
@@ -90,7 +90,11 @@ OVERFLOW = [
 ]
 DROPOUT = [
     Case(f"dropout-{name}", plan, function="dropout_draws", hyperparameters={"dropout": 0.5})
-    for name, plan in (("dp2", {"dp_shard": 2}), ("dp2-recompute", {"dp_shard": 2, **FULL}), ("tp2", {"tp": 2}))
+    for name, plan in (
+        ("dp2", {"dp_shard": 2}),
+        ("dp2-recompute", {"dp_shard": 2, **FULL}),
+        ("tp2-sp", {"tp": 2, **SP}),
+    )
 ]
 BF16 = [
     Case(f"bf16-{name}", {"precision": "bf16", **plan}, hyperparameters=SGD)
