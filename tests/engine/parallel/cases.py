@@ -40,8 +40,9 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]) -> RunConfig:
-    """A tiny run: fp64 and three micro-batches a step unless the plan says otherwise."""
-    micro_batch_size = 2 if plan.get("dp_shard", 1) > 1 else 4
+    """A tiny run: fp64, three micro-batches a step (two under tp alone, to save time) unless the plan says otherwise."""
+    sizes = {"dp_shard": 2, "pp": 4, "tp": 6}
+    micro_batch_size = next((size for axis, size in sizes.items() if plan.get(axis, 1) > 1), GLOBAL_BATCH)
     return RunConfig(
         model=MODELS[model],
         workload=Workload(sequence_length=LENGTH, total_tokens=GLOBAL_BATCH * LENGTH * NUM_STEPS),
