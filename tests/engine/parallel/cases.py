@@ -40,7 +40,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]) -> RunConfig:
-    """A tiny run: fp64, three micro-batches a step (two under tp alone, to save time) unless the plan says otherwise."""
+    """A tiny run: fp64, three micro-batches a step (two under tp alone, for speed) unless the plan says otherwise."""
     sizes = {"dp_shard": 2, "pp": 4, "tp": 6}
     micro_batch_size = next((size for axis, size in sizes.items() if plan.get(axis, 1) > 1), GLOBAL_BATCH)
     return RunConfig(
