@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill a sweep at random moments; nothing may be lost or doubled.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--trials", type=int, default=10, help="trials to begin with")
-    parser.add_argument("--longest", type=float, default=15.0, help="most seconds between kills")
+    parser.add_argument("--longest", type=float, default=40.0, help="most seconds between kills")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="paretune-kill-sweep-") as scratch:

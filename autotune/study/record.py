@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -47,10 +48,11 @@ class Record:
         """As text."""
         return json.dumps(asdict(self))
 
-    @classmethod
-    def decode(cls, text: str) -> Self:
-        """The inverse of ``encode``."""
-        return cls(**json.loads(text))
+    @staticmethod
+    @functools.lru_cache(maxsize=2**16)
+    def decode(text: str) -> Record:
+        """The inverse of ``encode``. Every proposal reads the records of all numbers, so they are decoded once."""
+        return Record(**json.loads(text))
 
 
 def record_of(trial: FrozenTrial) -> Record | None:
