@@ -46,7 +46,7 @@ WATCH_SIGMAS = 4.0
 """A change is taken back when the loss after it is higher than before by so many standard errors ..."""
 WATCH_RATIO = 0.03
 """... and by this share."""
-LONGEST_NAP_SECONDS = 2.0
+SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS = 0.05, 2.0
 
 
 class Controller:
@@ -118,17 +118,21 @@ class Controller:
         self._write_cost()
 
     def _pause(self) -> None:
+        """Wait one interval, looking at the run only now and then."""
         seconds, num_steps = self._interval.seconds, self._interval.num_steps
-        nap = LONGEST_NAP_SECONDS if seconds is None else min(LONGEST_NAP_SECONDS, seconds / 2)
         if seconds is not None:
             until = time.monotonic() + seconds
-            self._live.wait(lambda: time.monotonic() >= until, poll_seconds=nap)
-        else:
-            assert num_steps is not None
-            next_step = self._live.step + num_steps
-            # A rollback brings the step down: then the look is due as well.
-            first = self._live.step
-            self._live.wait(lambda: not first <= self._live.step < next_step, poll_seconds=nap)
+            self._live.wait(lambda: time.monotonic() >= until, poll_seconds=min(LONGEST_NAP_SECONDS, seconds / 2))
+            return
+        assert num_steps is not None
+        first = self._live.step
+        speed = self._live.twin.step_time()
+        nap = num_steps * speed.seconds / 4 if speed else LONGEST_NAP_SECONDS
+        # A rollback brings the step down: then a look is due as well.
+        self._live.wait(
+            lambda: not first <= self._live.step < first + num_steps,
+            poll_seconds=min(max(nap, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS),
+        )
 
     # -------------------------------------------------------------------------------------------------- learning rate
 
@@ -138,7 +142,18 @@ class Controller:
             why = "no checkpoint to fork from"
             self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
             return
-        comparisons = self._compare(proposal, action, checkpoint)
+        try:
+            self._conclude(proposal, action, checkpoint, self._compare(proposal, action, checkpoint))
+        finally:
+            self._forks.clear()
+
+    def _conclude(
+        self,
+        proposal: Proposal,
+        action: TryLearningRate,
+        checkpoint: HeldCheckpoint,
+        comparisons: Sequence[Comparison],
+    ) -> None:
         won = best_of(comparisons)
         if won is None:
             why = "no rate was better by more than noise"

@@ -99,7 +99,7 @@ class ForkRunner:
             wait: Called with a condition and ``timeout_seconds``, returns when the condition holds or time is up;
                 whatever it raises ends the forks.
         """
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.clear()
         factors = (1.0, *action.factors) if action.origin == "here" else action.factors
         for factor in factors:
             config = fork_config(self._config, checkpoint, action, factor * scale)
@@ -125,6 +125,10 @@ class ForkRunner:
                 end_child(child, grace_seconds=0.0)
         results = [self._result(factor) for factor in factors]
         return results, TrialCost(_children_cpu_seconds() - cpu_before, time.monotonic() - started)
+
+    def clear(self) -> None:
+        """Remove the forks' folders."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def last_checkpoint(self, factor: float) -> str | None:
         """Where the fork of a ``start`` trial ended; None when it did not."""

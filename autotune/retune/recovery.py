@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autotune.retune.actions import Proposal, TryMicroBatch
-from autotune.retune.ledger import Ledger, recall
+from autotune.retune.actions import MIN_SCALE, Proposal, TryMicroBatch, describe
+from autotune.retune.ledger import Ledger, Memory, recall
 from autotune.retune.live import held_checkpoints
-from autotune.retune.policy import choose_recovery
+from autotune.retune.policy import MAX_RECOVERIES, RECOVERY_FACTOR, choose_recovery
 from autotune.twin.health import best_step
 from autotune.twin.twin import Twin
 from engine.config import RunConfig
-from engine.control import ChangeRequest, RollBack, SetMicroBatch, send_request
+from engine.control import ChangeRequest, RollBack, SetLearningRateScale, SetMicroBatch, send_request
 from engine.outcome import Outcome
 from engine.telemetry import read_telemetry
 
@@ -36,8 +36,8 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
         proposal = Proposal.model_validate(memory.open_proposal.data)
         if not isinstance(proposal.action, TryMicroBatch):
             return False
-        change = SetMicroBatch(micro_batch_size=proposal.action.present_size)
-        send_request(folder, ChangeRequest(change=change, reason="out of memory"))
+        smaller = SetMicroBatch(micro_batch_size=proposal.action.present_size)
+        send_request(folder, ChangeRequest(change=smaller, reason="out of memory"))
         ledger.append(
             "decision",
             outcome.num_steps,
@@ -50,32 +50,35 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
         return False
     twin = Twin(config)
     twin.update(read_telemetry(folder))
-    recovery = choose_recovery(
-        memory,
-        outcome.kind,
-        scale=twin.scale,
-        step=twin.step,
-        since_step=best_step(twin.history),
-        held=held_checkpoints(folder),
-    )
-    if recovery is None:
+    change = _way_back(folder, twin, memory, outcome)
+    if change is None:
         text = f"the run ended as {outcome.kind} and nothing is left to try, please look at it"
         ledger.append("hand_over", twin.step, text)
         return False
-    roll_back = RollBack(checkpoint=recovery.checkpoint, scale=recovery.scale, skip_steps=recovery.skip_steps)
-    request = ChangeRequest(change=roll_back, reason=outcome.detail)
+    request = ChangeRequest(change=change, reason=outcome.detail)
     send_request(folder, request)
     ledger.append(
         "roll_back",
         twin.step,
-        f"{outcome.kind} at step {twin.step}: started again from {Path(recovery.checkpoint).name}"
-        f" with learning-rate scale {recovery.scale:.4g}",
+        f"{outcome.kind} at step {twin.step}: started again, {describe(change)}",
         {
             "cause": outcome.kind,
             "accepted": True,
-            "change": roll_back.to_data(),
+            "change": change.to_data(),
             "change_id": request.change_id,
         },
         proposal_id=memory.watched.proposal_id if memory.watched else None,
     )
     return True
+
+
+def _way_back(folder: Path, twin: Twin, memory: Memory, outcome: Outcome) -> RollBack | SetLearningRateScale | None:
+    """Back to a held checkpoint; from the beginning, at a lower rate, when the end came before there was any."""
+    held = held_checkpoints(folder)
+    if not held and not any((folder / "checkpoints").glob("step-*")) and memory.num_recoveries < MAX_RECOVERIES:
+        return SetLearningRateScale(scale=max(RECOVERY_FACTOR * twin.scale, MIN_SCALE))
+    since = best_step(twin.history)
+    chosen = choose_recovery(memory, outcome.kind, scale=twin.scale, step=twin.step, since_step=since, held=held)
+    if chosen is None:
+        return None
+    return RollBack(checkpoint=chosen.checkpoint, scale=chosen.scale, skip_steps=chosen.skip_steps)

@@ -145,8 +145,11 @@ def best_step(history: History) -> int:
 
 
 def find_plateau(history: History) -> list[Finding]:
-    """No progress over the last ``WINDOW`` steps: the fall between their halves is within noise and under 0.2 %."""
-    if len(history) < 2 * WINDOW:
+    """No progress over the last ``WINDOW`` steps: the fall between their halves is within noise and under 0.2 %.
+
+    Once the schedule has brought the rate down, little progress is to be expected and no finding.
+    """
+    if len(history) < 2 * WINDOW or history.learning_rate[-1] < 0.5 * history.learning_rate[-2 * WINDOW :].max():
         return []
     losses = history.loss[-WINDOW:]
     earlier, later = losses[: WINDOW // 2], losses[WINDOW // 2 :]

@@ -105,9 +105,7 @@ class LossLaw:
         return np.maximum(loss, 1e-6)
 
 
-def fit_loss_law(
-    path: RatePath, loss: Floats, *, drops: DropTerm | None = None, start: LossLaw | None = None
-) -> LossLaw | None:
+def fit_loss_law(path: RatePath, loss: Floats, *, drops: DropTerm | None = None) -> LossLaw | None:
     """Fit the law to one run: least squares with a soft-L1 loss on log residuals, from several starts.
 
     Args:
@@ -115,18 +113,15 @@ def fit_loss_law(
         loss: Mean (or median) training loss of each segment, [n], above zero.
         drops: The drop term of a run of the same recipe (its rates over the same multiple of the peak), kept as it is;
             None to fit it too where the run's own rates allow.
-        start: An earlier fit of the same run, to begin from; only it is tried then.
 
     Returns:
         The law; None with fewer points than ``MIN_POINTS`` or without any learning rate above zero.
     """
     if len(loss) < MIN_POINTS or not np.any(path.rate > 0):
         return None
-    reference = start.reference_rate if start else float(path.rate.max())
-    fall = 1.0 - path.rate[np.argmax(path.rate) :].min() / path.rate.max()
+    reference = float(path.rate.max())
+    fall = 1.0 - path.rate[np.argmax(path.rate) :].min() / reference
     with_drops = drops is None and len(loss) >= MIN_POINTS_WITH_DROPS and fall >= MIN_RATE_DROP_RATIO
-    if start is not None and (start.drops is None) == with_drops and drops is None:
-        start = None  # the form changes: an earlier fit is no start for it
     from scipy.optimize import least_squares
 
     lower, upper = _bounds(loss, with_drops)
@@ -139,11 +134,11 @@ def fit_loss_law(
     def descend(point: Floats, num_evaluations: int) -> tuple[float, Floats]:
         point = np.clip(point, lower + 1e-9, upper - 1e-9)
         fit = least_squares(
-            residuals, point, bounds=(lower, upper), loss="soft_l1", f_scale=noise, max_nfev=num_evaluations
+            residuals, point, bounds=(lower, upper), loss="soft_l1", f_scale=noise, ftol=1e-6, max_nfev=num_evaluations
         )
         return float(fit.cost), fit.x
 
-    starts = [_pack(start, with_drops)] if start else _starts(path, loss, reference, with_drops)
+    starts = _starts(path, loss, reference, with_drops)
     # All starts go a little way, the two best of them the whole.
     trials = sorted((descend(point, 8) for point in starts), key=lambda fit: fit[0])
     _, best = min((descend(point, 80) for _, point in trials[:2]), key=lambda fit: fit[0])
@@ -174,14 +169,6 @@ def _starts(path: RatePath, loss: Floats, reference: float, with_drops: bool) ->
                 point += [np.log(0.1 * loss.min()), np.log(10.0 / total), np.log(0.5), 0.5]
             points.append(np.array(point))
     return points
-
-
-def _pack(law: LossLaw, with_drops: bool) -> Floats:
-    point = [np.log(law.floor), np.log(law.amplitude), np.log(law.offset), np.log(law.exponent)]
-    if with_drops:
-        assert law.drops is not None
-        point += [np.log(law.drops.gain), np.log(law.drops.speed), np.log(law.drops.power), law.drops.rate_power]
-    return np.array(point)
 
 
 def _unpack(point: Floats, reference: float, drops: DropTerm | None, with_drops: bool) -> LossLaw:

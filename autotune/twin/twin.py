@@ -25,7 +25,7 @@ NUM_BINS = 48
 NUM_FUTURE_BINS = 24
 MIN_STEPS_PER_BIN = 4
 REFIT_GROWTH = 1.25
-"""The law is fitted again when the history has grown by this factor: little cost however long the run is."""
+"""The law is fitted again when it is asked for and the history has grown by this factor."""
 _MAX_PAST_LAWS = 8
 
 
@@ -63,7 +63,7 @@ class Twin:
         self.config = config
         self.history = History()
         self.interval = AdaptiveInterval()
-        self.law: LossLaw | None = None
+        self._law: LossLaw | None = None
         self._num_fitted = 0
         self._past: list[_PastLaw] = []
         self._num_assessed = 0
@@ -96,17 +96,22 @@ class Twin:
         return int(known[0]) if len(known) and np.isfinite(known[0]) else None
 
     def update(self, records: Iterable[StepRecord | EventRecord | AckRecord]) -> None:
-        """Take in new telemetry; refit when there are enough new steps."""
+        """Take in new telemetry."""
         for record in records:
             if isinstance(record, StepRecord):
                 self.history.append(record)
             elif isinstance(record, AckRecord) and "to_step" in record.data:
                 self.history.cut_after(record.data["to_step"])
-        if self._num_fitted > len(self.history):  # rolled back
-            self._num_fitted, self._past, self.law = 0, [], None
+
+    @property
+    def law(self) -> LossLaw | None:
+        """The loss law of the history so far, fitted when it is asked for; None with too little history."""
         num_steps = int((self.history.step > self.num_warmup_steps).sum())
+        if num_steps < self._num_fitted:  # rolled back
+            self._num_fitted, self._past, self._law = 0, [], None
         if num_steps >= max(REFIT_GROWTH * self._num_fitted, 2 * MIN_STEPS_PER_BIN):
             self._refit(num_steps)
+        return self._law
 
     def disturbed(self, start: float, end: float) -> None:
         """Say that step times between two Unix times do not count: something ran beside the job."""
@@ -125,10 +130,11 @@ class Twin:
 
     def forecast(self, factor: float = 1.0) -> Forecast | None:
         """Loss at the end of the run if the scale is multiplied by ``factor`` now; None before the first fit."""
-        if self.law is None or not self.num_steps_left:
+        law = self.law
+        if law is None or not self.num_steps_left:
             return None
         past, _ = self._binned()
-        loss = float(self.law.predict(past.then(self._future(factor * self.scale)))[-1])
+        loss = float(law.predict(past.then(self._future(factor * self.scale)))[-1])
         done = max(self.step - self.num_warmup_steps, 1)
         width = self.interval.half_width(self.num_steps_left / done)
         return Forecast(
@@ -136,22 +142,23 @@ class Twin:
             loss=loss,
             low=float(loss * np.exp(-width)),
             high=float(loss * np.exp(width)),
-            law=self.law.form,
+            law=law.form,
             num_steps=self._num_fitted,
         )
 
     def progress_lost(self, factor: float, num_steps: int) -> float:
         """How much more the loss would fall, by the law, from ``num_steps`` from now to the end of the run at the
         present scale than at ``factor`` times it (nats): what a trial over so few steps can't show of a slower rate."""
-        if self.law is None or num_steps >= self.num_steps_left:
+        fitted = self.law
+        if fitted is None or num_steps >= self.num_steps_left:
             return 0.0
+        # Progress alone: what annealing gives back at the end is the same wherever the trial is annealed as well.
+        law = replace(fitted, drops=None)
         past, _ = self._binned()
         falls = []
         for scale in (self.scale, factor * self.scale):
             near = past.then(self._future(scale, 0, num_steps))
             whole = near.then(self._future(scale, num_steps))
-            # Progress alone: what annealing gives back at the end is the same wherever the trial is annealed as well.
-            law = replace(self.law, drops=None)
             falls.append(float(law.predict(near)[-1] - law.predict(whole)[-1]))
         return falls[0] - falls[1]
 
@@ -169,10 +176,10 @@ class Twin:
         for past in self._past:
             error = float(np.log(past.law.predict(path)[-1] / loss[-1]))
             self.interval.record(error, (num_steps - past.num_steps) / past.num_steps)
-        law = fit_loss_law(path, loss, start=self.law)
+        law = fit_loss_law(path, loss)
         self._num_fitted = num_steps
         if law is not None:
-            self.law = law
+            self._law = law
             self._past = [*self._past, _PastLaw(law, num_steps)][-_MAX_PAST_LAWS:]
 
     def _binned(self) -> tuple[RatePath, Floats]:

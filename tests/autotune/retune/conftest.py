@@ -23,7 +23,7 @@ RunJob = Callable[..., int]
 def make_config() -> MakeConfig:
     """The run file of an emulated job of ``num_steps`` steps."""
 
-    def make(num_steps: int = 1500, *, scale: float = 1.0, **origin: Any) -> RunConfig:
+    def make(num_steps: int = 1000, *, scale: float = 1.0, **origin: Any) -> RunConfig:
         config = RunConfig(
             model=ModelSpec(
                 num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_size=16, vocab_size=257

@@ -2,8 +2,9 @@
 
 As a job: ``fake_trainer.py RUN.yaml --folder FOLDER``; as branches: ``fake_trainer.py --at-once N FOLDER...``.
 Loss = floor + progress term + noise floor of the current rate + whatever built up while the rate was too high.
-The run file's ``origin`` sets what is emulated: ``step_seconds``; ``best_rate``; ``live_penalty_above``, a scale beyond
-which the live run alone gets worse; ``oom_above``, a micro-batch that is too large.
+The run file's ``origin`` sets what is emulated: ``best_rate``; ``live_penalty_above``, a scale beyond which the live
+run alone gets worse; ``oom_above``, a micro-batch that is too large; ``alone``, not to wait for a retuner at the start.
+The live run is slow while there are forks, as if a step were as dear as those of a real model.
 """
 
 import json
@@ -109,7 +110,11 @@ class FakeRun:
         self.record("start", {"pid": os.getpid()})
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-        seconds = float(self.settings.get("step_seconds", "0.004")) if self.config.branch is None else 0.0
+        seconds = 0.0015 if self.config.branch is None else 0.0
+        while (
+            self.config.branch is None and "alone" not in self.settings and not (self.folder / "ledger.jsonl").exists()
+        ):
+            time.sleep(0.01)
         high = 0
         while self.state["step"] < self.end:
             while self.inbox and (request := self.inbox.next_request()):
@@ -126,12 +131,13 @@ class FakeRun:
             if self.state["micro_batch"] > float(self.settings.get("oom_above", "inf")):
                 return self.close("oom", 1)
             rate, loss = self.advance()
-            time.sleep(seconds * (1 + 4 / self.state["micro_batch"]))
+            time.sleep(0.02 if (self.folder / "forks").exists() else seconds * (1 + 4 / self.state["micro_batch"]))
             self.telemetry.write(self.step_record(rate, loss, seconds * (1 + 4 / self.state["micro_batch"])))
             high = high + 1 if loss > 7.0 else 0
             if high >= 5:
                 return self.close("diverged", 1)
-        self.record("evaluation", {"held_out_loss": self.smooth_loss()})
+        if self.config.checkpoint.at_end:
+            self.save()
         return self.close("ok", 0)
 
     def step_record(self, rate: float, loss: float, seconds: float) -> StepRecord:

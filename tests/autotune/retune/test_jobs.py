@@ -45,7 +45,7 @@ def test_a_wrong_rate_is_brought_near_the_best(
     make_config: MakeConfig, run_job: RunJob, job: Path, scale: float
 ) -> None:
     assert run_job(make_config(scale=scale)) == 0
-    assert 0.4 <= steps(job)[-1].learning_rate_scale <= 3.5
+    assert 0.4 <= steps(job)[-1].learning_rate_scale <= 4.5
     commits = entries(job, "commit")
     for entry in commits:
         ack = acks(job)[entry.data["change_id"]]
@@ -61,7 +61,7 @@ def test_a_wrong_rate_is_brought_near_the_best(
 
 
 def test_without_retuning_nothing_is_changed(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
-    assert run_job(make_config(300), every=None) == 0
+    assert run_job(make_config(300, alone=1), every=None) == 0
     assert Ledger(job).entries() == []
     assert acks(job) == {}
 
@@ -81,7 +81,7 @@ def test_a_start_that_diverges_is_rolled_back_to_an_early_checkpoint(
     make_config: MakeConfig, run_job: RunJob, job: Path
 ) -> None:
     """The emulated engine ends as diverged, as the real one does; the job is started again at a lower rate."""
-    assert run_job(make_config(1000, scale=16.0, best_rate=3e-4)) == 0
+    assert run_job(make_config(800, scale=16.0, best_rate=3e-4)) == 0
     rolled_back = entries(job, "roll_back")
     assert rolled_back
     assert rolled_back[0].data["change"]["scale"] < 16 * 0.3
@@ -106,11 +106,11 @@ def test_a_killed_retuner_leaves_training_alone_and_comes_back(
 
     killer = threading.Thread(target=kill_it)
     killer.start()
-    assert run_job(make_config(1500), every="5000steps") == 0
+    assert run_job(make_config(3000), every="5000steps") == 0
     killer.join()
     assert len(entries(job, "start")) == 2
     numbers = [record.step for record in steps(job)]
-    assert numbers == list(range(1, 1501))
+    assert numbers == list(range(1, 3001))
     assert len([r for r in read_telemetry(job) if isinstance(r, EventRecord) and r.kind == "start"]) == 1
 
 
@@ -123,7 +123,7 @@ def test_a_planned_stop_is_started_again(make_config: MakeConfig, run_job: RunJo
         if not sent and any(isinstance(record, StepRecord) for record in records):
             sent.append(send_request(job, request))
 
-    assert run_job(make_config(600), every=None, on_records=stop_once) == 0
+    assert run_job(make_config(600, alone=1), every=None, on_records=stop_once) == 0
     assert [record.step for record in steps(job)] == list(range(1, 601))
     starts = [r for r in read_telemetry(job) if isinstance(r, EventRecord) and r.kind == "start"]
     assert len(starts) == 2
@@ -147,7 +147,7 @@ def test_signals_reach_the_engine(make_config: MakeConfig, run_job: RunJob, job:
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_job(make_config(5000), every=None, on_records=interrupt) == 128 + signal.SIGTERM
+    assert run_job(make_config(5000, alone=1), every=None, on_records=interrupt) == 128 + signal.SIGTERM
     assert outcome(job).kind == "interrupted"
     state = json.loads(max(job.glob("checkpoints/*/state.json")).read_text())
     assert 0 < state["step"] < 5000

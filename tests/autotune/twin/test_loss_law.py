@@ -67,17 +67,6 @@ def test_outliers_hardly_move_the_fit() -> None:
     assert dirty.predict(path)[-1] == pytest.approx(clean.predict(path)[-1], rel=0.01)
 
 
-def test_a_refit_from_the_earlier_law_agrees_with_a_fresh_one() -> None:
-    truth = LossLaw(2.0, 5.0, 10.0, 0.4, 1e-3)
-    path = RatePath(np.full(40, 1e-3), np.full(40, 20.0))
-    loss = truth.predict(path) * np.exp(np.random.default_rng(2).normal(0, 1e-3, 40))
-    first = fit_loss_law(head(path, 20), loss[:20])
-    fresh, warm = fit_loss_law(path, loss), fit_loss_law(path, loss, start=first)
-    assert fresh is not None
-    assert warm is not None
-    assert warm.predict(path)[-1] == pytest.approx(fresh.predict(path)[-1], rel=0.003)
-
-
 def read_curve(folder: Path, name: str, num_bins: int) -> tuple[RatePath, Floats]:
     """A published curve after warm-up as segments, with the mean loss of each."""
     step, rate, loss = np.genfromtxt(folder / f"{name}.csv", delimiter=",", skip_header=1).T

@@ -39,6 +39,7 @@ def test_forecast_of_the_end(config: RunConfig, make_steps: MakeSteps) -> None:
     assert twin.forecast() is None
     for start in range(0, 400, 20):
         twin.update(make_steps(losses(400)[start : start + 20], first=start + 1))
+        twin.forecast()
     forecast = twin.forecast()
     assert forecast is not None
     truth = 1.8 + 4.0 * (1 + 1000 / 20) ** -0.5
@@ -63,12 +64,14 @@ def test_refits_grow_rarer(config: RunConfig, make_steps: MakeSteps, monkeypatch
     twin = Twin(config)
     for start in range(0, 600, 10):
         twin.update(make_steps(losses(600)[start : start + 10], first=start + 1))
+        assert twin.law is not None or start < 100
     assert 5 < len(calls) < 20
 
 
 def test_rollback_forgets_the_fit_made_on_what_was_taken_back(config: RunConfig, make_steps: MakeSteps) -> None:
     twin = Twin(config)
     twin.update(make_steps(losses(300)))
+    assert twin.forecast() is not None
     twin.update(make_steps(losses(70)[60:], first=61))
     assert twin.step == 70
     forecast = twin.forecast()
