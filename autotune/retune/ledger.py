@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -181,3 +181,33 @@ def _after_accepted(memory: Memory, rungs: int) -> Memory:
 def _after_held(memory: Memory) -> Memory:
     span = NEXT_SPAN if memory.span > NEXT_SPAN else 1
     return replace(memory, direction="both", span=span, num_holds=memory.num_holds + 1)
+
+
+STORY_KINDS: frozenset[EntryKind] = frozenset({"canary", "decision", "commit", "watch", "roll_back", "hand_over"})
+"""Entries that people want to read: what was tried, decided and done."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What retuning took so far."""
+
+    retuner_cpu_seconds: float
+    """The retuner's own process."""
+    retuner_wall_seconds: float
+    canary_cpu_seconds: float
+    """Forks, all processes."""
+    canary_wall_seconds: float
+    num_canaries: int
+
+
+def costs(entries: Sequence[Entry]) -> Costs:
+    """Sum the costs that the entries tell of."""
+    own = [entry.data for entry in entries if entry.kind == "cost"]
+    canaries = [entry.data for entry in entries if entry.kind == "canary"]
+    return Costs(
+        retuner_cpu_seconds=sum(data["cpu_seconds"] for data in own),
+        retuner_wall_seconds=sum(data["wall_seconds"] for data in own),
+        canary_cpu_seconds=sum(data["cpu_seconds"] for data in canaries),
+        canary_wall_seconds=sum(data["wall_seconds"] for data in canaries),
+        num_canaries=len(canaries),
+    )

@@ -85,7 +85,8 @@ class Supervisor:
         self._signals: list[int] = []
         self._last_step = 0
         self._exit_code: int | None = None
-        self._cores = _split_cores(self._config)
+        num_ranks = rendezvous.ranks_per_node if rendezvous else self._config.plan.world_size
+        self._cores = _split_cores(self._config, num_ranks)
 
     def run(self) -> int:
         """Run the engine, and start it again whenever it should go on.
@@ -233,10 +234,10 @@ class _Retuner:
             end_child(self._child, grace_seconds=RETUNER_GRACE_SECONDS)
 
 
-def _split_cores(config: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_cores(config: RunConfig, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cores of the engine, and of the retuner with its forks. Empty: not pinned."""
     usable = sorted(os.sched_getaffinity(0))
-    wanted = config.plan.world_size * config.runtime.threads_per_rank
+    wanted = num_ranks * config.runtime.threads_per_rank
     if config.runtime.device != "cpu" or wanted >= len(usable):
         return (), ()
     return tuple(usable[:wanted]), tuple(usable[wanted:])

@@ -121,9 +121,15 @@ class Twin:
         """Median step time of late."""
         return step_time(self.history, self.config.tokens_per_step)
 
-    def findings(self, *, live: bool = True) -> list[Finding]:
-        """What is wrong now; spikes and non-finite steps are those since the last call."""
-        num_new = max(len(self.history) - self._num_assessed, 1)
+    def findings(self, *, num_new: int | None = None, live: bool = True) -> list[Finding]:
+        """What is wrong now.
+
+        Args:
+            num_new: Last steps that are looked at for spikes and non-finite steps; None for those since the last call.
+            live: Whether the run goes on, so that silence is a stall.
+        """
+        if num_new is None:
+            num_new = max(len(self.history) - self._num_assessed, 1)
         self._num_assessed = len(self.history)
         now = time.time() if live else None
         return assess(self.history, num_new=num_new, now=now, undisturbed=self._undisturbed())

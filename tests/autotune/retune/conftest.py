@@ -23,7 +23,9 @@ RunJob = Callable[..., int]
 def make_config() -> MakeConfig:
     """The run file of an emulated job of ``num_steps`` steps."""
 
-    def make(num_steps: int = 1000, *, scale: float = 1.0, **origin: Any) -> RunConfig:
+    def make(
+        num_steps: int = 1000, *, scale: float = 1.0, wait_for: str = "checkpoint proposal", **origin: Any
+    ) -> RunConfig:
         config = RunConfig(
             model=ModelSpec(
                 num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8, ffn_size=16, vocab_size=257
@@ -33,7 +35,7 @@ def make_config() -> MakeConfig:
                 global_batch_size=8, learning_rate=1e-3, schedule="cosine", warmup_ratio=0.02
             ),
             plan=Plan(micro_batch_size=4),
-            origin={key: str(value) for key, value in origin.items()},
+            origin={"wait_for": wait_for} | {key: str(value) for key, value in origin.items()},
         )
         return config.changed(runtime=config.runtime.changed(learning_rate_scale=scale))
 

@@ -3,8 +3,9 @@
 As a job: ``fake_trainer.py RUN.yaml --folder FOLDER``; as branches: ``fake_trainer.py --at-once N FOLDER...``.
 Loss = floor + progress term + noise floor of the current rate + whatever built up while the rate was too high.
 The run file's ``origin`` sets what is emulated: ``best_rate``; ``live_penalty_above``, a scale beyond which the live
-run alone gets worse; ``oom_above``, a micro-batch that is too large; ``alone``, not to wait for a retuner at the start.
-The live run is slow while there are forks, as if a step were as dear as those of a real model.
+run alone gets worse; ``oom_above``, a micro-batch that is too large; ``wait_for``, kinds of ledger entries that the live
+run waits for at steps 5 and 100, so that no test depends on how fast the retuner starts. For the same reason the live
+run is slow while there are forks.
 """
 
 import json
@@ -17,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from autotune.retune.ledger import Ledger
 from engine.config import RunConfig, load_run
 from engine.control import (
     PLANNED_STOP_EXIT_CODE,
@@ -43,6 +45,7 @@ class FakeRun:
             self.state["scale"] = config.branch.learning_rate_scale
         elif paths := sorted(folder.glob("checkpoints/step-*")):
             self.load(paths[-1])
+        self.patient_until = time.time() + 30
         self.first = self.state["step"]
         self.end = self.first + config.branch.num_steps if config.branch else config.num_steps
         (folder / OUTCOME_FILE).unlink(missing_ok=True)
@@ -111,12 +114,14 @@ class FakeRun:
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
         seconds = 0.0015 if self.config.branch is None else 0.0
-        while (
-            self.config.branch is None and "alone" not in self.settings and not (self.folder / "ledger.jsonl").exists()
-        ):
-            time.sleep(0.01)
+        awaited = dict(zip((5, 100), self.settings.get("wait_for", "").split(), strict=False))
         high = 0
         while self.state["step"] < self.end:
+            if self.config.branch is None and self.is_waiting(awaited.get(self.state["step"])):
+                time.sleep(0.01)
+                self.telemetry.flush()
+                if not self.inbox or not self.inbox.next_request():
+                    continue
             while self.inbox and (request := self.inbox.next_request()):
                 data = self.apply(request.change)
                 step, now = self.state["step"], time.time()
@@ -139,6 +144,11 @@ class FakeRun:
         if self.config.checkpoint.at_end:
             self.save()
         return self.close("ok", 0)
+
+    def is_waiting(self, kind: str | None) -> bool:
+        if kind is None or time.time() > self.patient_until:
+            return False
+        return all(entry.kind != kind for entry in Ledger(self.folder).entries())
 
     def step_record(self, rate: float, loss: float, seconds: float) -> StepRecord:
         return StepRecord(

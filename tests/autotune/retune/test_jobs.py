@@ -61,7 +61,7 @@ def test_a_wrong_rate_is_brought_near_the_best(
 
 
 def test_without_retuning_nothing_is_changed(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
-    assert run_job(make_config(300, alone=1), every=None) == 0
+    assert run_job(make_config(300, wait_for=""), every=None) == 0
     assert Ledger(job).entries() == []
     assert acks(job) == {}
 
@@ -106,7 +106,7 @@ def test_a_killed_retuner_leaves_training_alone_and_comes_back(
 
     killer = threading.Thread(target=kill_it)
     killer.start()
-    assert run_job(make_config(3000), every="5000steps") == 0
+    assert run_job(make_config(3000, wait_for="checkpoint"), every="5000steps") == 0
     killer.join()
     assert len(entries(job, "start")) == 2
     numbers = [record.step for record in steps(job)]
@@ -123,7 +123,7 @@ def test_a_planned_stop_is_started_again(make_config: MakeConfig, run_job: RunJo
         if not sent and any(isinstance(record, StepRecord) for record in records):
             sent.append(send_request(job, request))
 
-    assert run_job(make_config(600, alone=1), every=None, on_records=stop_once) == 0
+    assert run_job(make_config(600, wait_for=""), every=None, on_records=stop_once) == 0
     assert [record.step for record in steps(job)] == list(range(1, 601))
     starts = [r for r in read_telemetry(job) if isinstance(r, EventRecord) and r.kind == "start"]
     assert len(starts) == 2
@@ -133,10 +133,10 @@ def test_a_micro_batch_that_needs_too_much_memory_is_taken_back(
     make_config: MakeConfig, run_job: RunJob, job: Path
 ) -> None:
     """The run dies of it; it is started again with the micro-batch it had, and the larger one is not tried again."""
-    assert run_job(make_config(2500, oom_above=4)) == 0
+    assert run_job(make_config(1500, oom_above=4)) == 0
     decisions = [entry for entry in entries(job, "decision") if entry.data["action"] == "micro_batch"]
     assert [entry.data["accepted"] for entry in decisions if entry.data["micro_batch_size"] == 8] == [False]
-    assert outcome(job).num_steps == 2500
+    assert outcome(job).num_steps == 1500
 
 
 def test_signals_reach_the_engine(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
@@ -147,7 +147,7 @@ def test_signals_reach_the_engine(make_config: MakeConfig, run_job: RunJob, job:
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_job(make_config(5000, alone=1), every=None, on_records=interrupt) == 128 + signal.SIGTERM
+    assert run_job(make_config(5000, wait_for=""), every=None, on_records=interrupt) == 128 + signal.SIGTERM
     assert outcome(job).kind == "interrupted"
     state = json.loads(max(job.glob("checkpoints/*/state.json")).read_text())
     assert 0 < state["step"] < 5000
