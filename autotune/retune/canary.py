@@ -21,6 +21,8 @@ ERROR_BUDGET = 0.05
 MIN_GAIN_RATIO = 0.003
 """Held-out loss must fall by at least this share, however small the noise."""
 MIN_JUDGED_STEPS = 6
+MIN_CORRELATION = 0.6
+"""Forks drift apart slowly; how slowly, so few steps can't tell. Less correlation than this is not reckoned with."""
 MIN_SPEED_UP = 0.02
 """A micro-batch must be faster by at least this share."""
 
@@ -167,9 +169,7 @@ def _standard_error(values: Floats) -> tuple[float, float]:
     rest = values - values.mean() - slope * positions
     variance = float(rest @ rest) / (len(values) - 2)
     correlation = float(rest[1:] @ rest[:-1]) / max(float(rest @ rest), 1e-30)
-    # Short series look less correlated than they are, by about (1 + 4 r) / n; taking out the trend adds as much again.
-    correlation += 2 * (1 + 4 * max(correlation, 0.0)) / len(values)
-    correlation = min(max(correlation, 0.0), 0.9)
+    correlation = min(max(correlation, MIN_CORRELATION), 0.9)
     # Effective number of values of a first-order autoregressive series.
     effective = max(len(values) * (1 - correlation) / (1 + correlation), 3.0)
     return math.sqrt(variance / effective), effective - 1

@@ -142,7 +142,7 @@ class ForkRunner:
         folder = self._arm_folder(factor)
         outcome = read_outcome(folder)
         if outcome is None or outcome.kind != "ok":
-            kind, detail = (outcome.kind, outcome.detail) if outcome else ("hang", "did not end in time")
+            kind, detail = (outcome.kind, outcome.detail) if outcome else ("infra", "ended without an outcome")
             return ArmResult(factor=factor, outcome=kind, detail=detail)
         losses = [record.loss for record in read_telemetry(folder) if isinstance(record, StepRecord)]
         return ArmResult(

@@ -139,9 +139,9 @@ def fit_loss_law(path: RatePath, loss: Floats, *, drops: DropTerm | None = None)
         return float(fit.cost), fit.x
 
     starts = _starts(path, loss, reference, with_drops)
-    # All starts go a little way, the two best of them the whole.
-    trials = sorted((descend(point, 8) for point in starts), key=lambda fit: fit[0])
-    _, best = min((descend(point, 80) for _, point in trials[:2]), key=lambda fit: fit[0])
+    # All starts go a little way, the best of them the whole.
+    _, nearest = min((descend(point, 8) for point in starts), key=lambda fit: fit[0])
+    _, best = descend(nearest, 80)
     law = _unpack(best, reference, drops, with_drops)
     return replace(law, residual=float(np.median(np.abs(residuals(best)))))
 

@@ -3,9 +3,9 @@
 As a job: ``fake_trainer.py RUN.yaml --folder FOLDER``; as branches: ``fake_trainer.py --at-once N FOLDER...``.
 Loss = floor + progress term + noise floor of the current rate + whatever built up while the rate was too high.
 The run file's ``origin`` sets what is emulated: ``best_rate``; ``live_penalty_above``, a scale beyond which the live
-run alone gets worse; ``oom_above``, a micro-batch that is too large; ``wait_for``, kinds of ledger entries that the live
-run waits for at steps 5 and 100, so that no test depends on how fast the retuner starts. For the same reason the live
-run is slow while there are forks.
+run alone gets worse; ``oom_above``, a micro-batch that is too large; ``wait_for``, kinds of ledger entries that the
+live run waits for at steps 5 and 100, so that no test depends on how fast the retuner starts. For the same reason the
+live run is slow while there are forks.
 """
 
 import json
