@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.config import RuntimeOptions
 from engine.errors import UserError
 from engine.plan import Plan
+
+T = TypeVar("T")
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -114,21 +116,31 @@ class ParallelContext:
         dist.all_gather_object(values, value)
         return values
 
-    def judge(self, check: Callable[[], None]) -> None:
-        """Let rank 0 check something for all, so that all go on or all refuse.
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Let rank 0 do something for all: its result (plain data) on every rank.
 
         Raises:
-            UserError: On every rank, when ``check`` raised it on rank 0.
+            UserError: On every rank, when ``action`` raised it.
         """
-        refusal: dict[str, Any] | None = None
-        if self.is_main:
-            try:
-                check()
-            except UserError as error:
-                refusal = {"message": error.message, "hint": error.hint, "where": error.where}
-        refusal = self.broadcast(refusal)
+        result, refusal = self.broadcast(_attempt(action) if self.is_main else None)
         if refusal:
             raise UserError(**refusal)
+        return result  # type: ignore[no-any-return]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Let every rank do something by itself, without the others, so that all go on or all refuse.
+
+        Raises:
+            UserError: On every rank, when ``action`` raised it on some: that of the lowest of them.
+        """
+        result, refusal = _attempt(action)
+        refusals = self.gather(refusal)
+        told = next((one for one in refusals if one), None)
+        if told:
+            if not all(refusals):
+                told["message"] = f"rank {refusals.index(told)}: {told['message']}"
+            raise UserError(**told)
+        return result
 
     def all_agree(self, flag: bool) -> bool:
         """Whether ``flag`` is true on every rank."""
@@ -152,6 +164,14 @@ class ParallelContext:
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The result of ``action``, or the parts of the UserError it raised."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, {"message": error.message, "hint": error.hint, "where": error.where}
 
 
 def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
@@ -186,10 +206,11 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
     if runtime.device == "cpu":
         torch.set_num_threads(runtime.threads_per_rank)
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    # Of all processes of the node, so that every one of them refuses, the one that speaks for the node too.
+    num_needed = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    if num_needed > torch.cuda.device_count():
         raise UserError(
-            f"runtime.device is cuda, but this process needs GPU {local_rank} and torch sees"
-            f" {torch.cuda.device_count()} of them",
+            f"runtime.device is cuda and this node needs {num_needed} GPUs, torch sees {torch.cuda.device_count()}",
             hint="set runtime.device to cpu, start fewer processes per node, or check CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)

@@ -51,7 +51,7 @@ def classify(error: BaseException) -> OutcomeKind:
 
 def describe(error: BaseException) -> str:
     """One line for people."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).replace("\nhint: ", "; ").split())
     return text if isinstance(error, UserError | RunFailure | Interrupted) else f"{type(error).__name__}: {text}"
 
 

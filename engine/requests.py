@@ -18,6 +18,7 @@ from engine.control import (
     TakeCheckpoint,
 )
 from engine.errors import UserError
+from engine.failures import describe
 from engine.schema import parse
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class RequestDesk:
                 data = self._apply(request.change)
                 self._trainer.secure_settings()
             except UserError as refusal:
-                accepted, reason = False, str(refusal).replace("\nhint: ", "; ")
+                accepted, reason = False, describe(refusal)
                 state.handled = before
         self._trainer.record_ack(request.change_id, accepted=accepted, reason=reason, data=data)
         if self._inbox:
@@ -104,7 +105,7 @@ class RequestDesk:
     @_apply.register
     def _roll_back(self, change: RollBack) -> dict[str, Any]:
         identity = self._trainer.identity
-        self._context.judge(lambda: check_identity(open_checkpoint(change.checkpoint), identity))
+        self._context.on_main(lambda: check_identity(open_checkpoint(change.checkpoint), identity))
         checkpoint = open_checkpoint(change.checkpoint)
         before = self._trainer.state.step
         self._trainer.roll_back(checkpoint, change.scale, change.skip_steps)

@@ -1,4 +1,4 @@
-"""Check, train, evaluate or export one run: python -P -m engine.train RUN.yaml, alone or under torchrun on several nodes.
+"""Check, train, evaluate or export one run: python -P -m engine.train RUN.yaml, alone or under torchrun on many nodes.
 
 The folder of the run gets telemetry.jsonl, checkpoints/ and outcome.json. Started again, the run goes on from its
 newest checkpoint. Exit codes: 0 done, 2 the user must change something, 75 stopped on request (start it again), 130 and
@@ -90,6 +90,7 @@ class Program:
         self._arguments = arguments
         self._signals = signals
         self._rank = int(os.environ.get("RANK", "0"))
+        self._speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # for its node: each has a terminal of its own
         self._writes = not (arguments.evaluate_only or arguments.check)
         self._lock: IO[str] | None = None
         self._trainer: Trainer | None = None
@@ -152,7 +153,7 @@ class Program:
 
         arguments = self._arguments
         if self._writes:
-            context.judge(self._take_lock)
+            context.on_main(self._take_lock)
             self._writes = context.broadcast(self._lock is not None)
             if not self._writes:
                 raise UserError(
@@ -199,7 +200,7 @@ class Program:
         kind, detail = classify(error), describe(error)
         if kind in ("infra", "oom", "hang"):
             traceback.print_exception(error)
-        elif self._rank == 0:
+        elif self._speaks:
             print(f"error: {error if kind == 'user' else f'{kind}: {detail}'}", file=sys.stderr, flush=True)
         exit_code = USER_ERROR_EXIT_CODE if kind == "user" else 1
         if isinstance(error, Interrupted):

@@ -18,6 +18,7 @@ from engine.checkpoint.store import (
     CheckpointStore,
     Manifest,
     check_identity,
+    differences,
     identity_of,
     load_tensors,
     open_checkpoint,
@@ -29,6 +30,7 @@ from engine.data.corpus import prepare_corpus
 from engine.data.loader import Loader
 from engine.data.sampler import Sampler
 from engine.data.sequences import Batch
+from engine.errors import UserError
 from engine.evaluate import Evaluation, Evaluator
 from engine.failures import RunFailure
 from engine.flops import parameter_counts
@@ -96,7 +98,8 @@ class Trainer:
         self._signals = signals
         self._report = report
         self._meter = Meter(config.runtime, context)
-        corpus = prepare_corpus(config.workload.data)
+        corpus = context.together(lambda: prepare_corpus(config.workload.data))
+        _check_same(config, corpus.hash, context)
         self._corpus_hash = corpus.hash
         self.identity = identity_of(config, corpus.hash)
         self._stepper = Stepper.build(config, context, corpus.vocab_size)
@@ -180,8 +183,8 @@ class Trainer:
         elif self.config.runtime.init_from:
             from engine.checkpoint.hf_weights import import_weights
 
-            source = Path(self.config.runtime.init_from)
-            self._stepper.load_full_weights(import_weights(source, self._stepper.spec))
+            source, stepper = Path(self.config.runtime.init_from), self._stepper
+            self.context.together(lambda: stepper.load_full_weights(import_weights(source, stepper.spec)))
         return checkpoint
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -207,7 +210,7 @@ class Trainer:
         Raises:
             RunFailure: Too many non-finite steps, divergence, or a held-out loss that is not finite.
         """
-        self.context.judge(self._open_sinks)
+        self.context.on_main(self._open_sinks)
         if self.config.branch is None:
             self._desk = RequestDesk(self, self._folder)
         self._record_start()
@@ -371,7 +374,7 @@ class Trainer:
         from engine.checkpoint.hf_weights import export_weights
 
         weights = self._stepper.full_weights()
-        self.context.judge(lambda: export_weights(weights, self._stepper.spec, folder))
+        self.context.on_main(lambda: export_weights(weights, self._stepper.spec, folder))
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
@@ -512,3 +515,21 @@ class Trainer:
         if self._sinks:
             self._sinks.close()
         self._loader.close()
+
+
+def _check_same(config: RunConfig, corpus_hash: str, context: ParallelContext) -> None:
+    """Refuse ranks that were given different runs or corpora: each node reads its own files. Where they lie may differ.
+
+    Raises:
+        UserError: On all ranks, with the differences.
+    """
+    run = config.to_data()
+    del run["workload"]["data"], run["runtime"]["init_from"], run["origin"]
+    runs = context.gather(run | {"corpus": corpus_hash})
+    for rank, other in enumerate(runs):
+        if other != runs[0]:
+            raise UserError(
+                f"the run is not the same on all ranks: {'; '.join(differences(runs[0], other))}"
+                f" (there: rank 0, here: rank {rank})",
+                hint="give every node the same run file, texts and tokenizer; best on a file system that all mount",
+            )

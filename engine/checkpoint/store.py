@@ -97,21 +97,22 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Raises:
         UserError: With every value that differs.
     """
-    differences = list(_differences(checkpoint.manifest.identity, identity))
-    if differences:
+    found = differences(checkpoint.manifest.identity, identity)
+    if found:
         raise UserError(
-            f"{checkpoint.path} belongs to another run: {'; '.join(differences)}",
+            f"{checkpoint.path} belongs to another run: {'; '.join(found)}",
             hint="train in a new folder, or set the values back to the checkpoint's;"
             " runtime.init_from starts a new run from exported weights",
         )
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every value that differs, as words; nested settings by dotted name."""
     lines: list[str] = []
     for key in sorted(theirs.keys() | ours.keys()):
         a, b = theirs.get(key), ours.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            lines += _differences(a, b, f"{prefix}{key}.")
+            lines += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             lines.append(f"{prefix}{key} is {a!r} there and {b!r} here")
     return lines
@@ -194,19 +195,19 @@ class CheckpointStore:
         manifest is written anew. ``tensors`` gives this rank's part of everything else.
         """
         path = self._folder / f"step-{manifest.step:08d}"
-        present = self._on_main(lambda: self._amend_same(path, manifest))
+        present = self._context.on_main(lambda: self._amend_same(path, manifest))
         if not present:
-            self._on_main(lambda: _make_empty(path))
+            self._context.on_main(lambda: _make_empty(path))
             with _quiet_alone():
                 writer = FileSystemWriter(path)
                 save(tensors(), storage_writer=writer, no_dist=self._context.world_size == 1)
-            self._on_main(lambda: _write_manifest(path, manifest.changed(file_bytes=_file_bytes(path))))
-        self._on_main(self._prune)
+            self._context.on_main(lambda: _write_manifest(path, manifest.changed(file_bytes=_file_bytes(path))))
+        self._context.on_main(self._prune)
         return path
 
     def amend(self, checkpoint: Checkpoint, **changes: Any) -> None:
         """Change how to go on from a checkpoint (not its tensors); called on all ranks."""
-        self._on_main(lambda: _write_manifest(checkpoint.path, checkpoint.manifest.changed(**changes)))
+        self._context.on_main(lambda: _write_manifest(checkpoint.path, checkpoint.manifest.changed(**changes)))
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: their line of history was given up. Called on all ranks."""
@@ -216,12 +217,7 @@ class CheckpointStore:
                 if one.manifest.step > step:
                     _remove(one.path)
 
-        self._on_main(discard)
-
-    def _on_main(self, action: Callable[[], Any]) -> bool:
-        """Do something on rank 0 while the others wait; whether it returned something true, on all ranks."""
-        result = bool(action()) if self._context.is_main else False
-        return bool(self._context.broadcast(result))
+        self._context.on_main(discard)
 
     def _amend_same(self, path: Path, manifest: Manifest) -> bool:
         there = _read(path)

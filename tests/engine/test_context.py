@@ -36,3 +36,23 @@ def test_absent_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match=r"runtime\.device is cuda"):
         open_context(Plan(), RuntimeOptions(device="cuda"))
+
+
+def test_every_process_of_a_node_with_too_few_gpus_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one that speaks for the node would wait for the others without a word."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="needs 2 GPUs, torch sees 1"):
+        open_context(Plan(), RuntimeOptions(device="cuda"))
+
+
+def test_refusal_of_one_is_told_with_its_hint() -> None:
+    def refuse() -> None:
+        raise UserError("no text", hint="write some", where="run.yaml:3")
+
+    context = open_context(Plan(), RuntimeOptions())
+    assert context.on_main(lambda: 3) == context.together(lambda: 3) == 3
+    for everywhere in (context.on_main, context.together):
+        with pytest.raises(UserError) as error:
+            everywhere(refuse)
+        assert (error.value.message, error.value.hint, error.value.where) == ("no text", "write some", "run.yaml:3")

@@ -368,6 +368,16 @@ def test_user_error_is_one_message_and_an_outcome(
     assert "needs 2 processes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("local_rank", "speaks"), [("0", True), ("1", False)])
+def test_one_process_of_each_node_tells_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: str, speaks: bool
+) -> None:
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main([str(tmp_path / "nothing.yaml")]) == 2
+    assert ("file not found" in capsys.readouterr().err) == speaks
+
+
 def test_two_processes_cannot_train_in_one_folder(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

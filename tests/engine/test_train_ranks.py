@@ -79,6 +79,12 @@ def folders(base: Path, asked: dict[str, str]) -> dict[str, Path]:
     def config(plan: dict[str, Any], stop: int | None = None, **sections: Any) -> RunConfig:
         return tiny_run(corpus, plan=plan, runtime={"stop_after_steps": stop}, **sections)
 
+    def other(name: str, run: RunConfig) -> str:
+        file = base / f"{name}.yaml"
+        file.write_text(dump_run(run))
+        return str(file)
+
+    faster = {"hyperparameters": {"learning_rate": 0.02}}
     jobs = {
         "dp2": (Job(base / "dp2", config(DP2)), 0),
         "dp2-cut": (Job(base / "dp2-cut", config(DP2, 3)), 0),
@@ -93,6 +99,8 @@ def folders(base: Path, asked: dict[str, str]) -> dict[str, Path]:
         "signal": (Job(base / "signal", config(DP2), at_step=2, at_rank=1, action="terminate"), 143),
         "shared": (Job(base / "shared", config(DP2), nodes="shared"), 0),
         "apart": (Job(base / "apart", config(DP2), nodes="apart"), 2),
+        "gone": (Job(base / "gone", config(DP2), other=other("gone", tiny_run(base / "gone-corpus", plan=DP2))), 2),
+        "differs": (Job(base / "differs", config(DP2), other=other("differs", config(DP2, **faster))), 2),
         "diverged": (Job(base / "diverged", _diverging(corpus)), 1),
     }
     asked["scale"] = ask(base / "asked", SetLearningRateScale(scale=0.5))
@@ -166,6 +174,18 @@ def test_signal_to_one_rank_ends_all_at_a_checkpoint(folders: dict[str, Path]) -
 def test_nodes_need_one_folder(folders: dict[str, Path]) -> None:
     assert outcome_of(folders["shared"]).kind == "ok"
     assert "is not shared by all nodes" in outcome_of(folders["apart"] / "node0").detail
+
+
+def test_what_one_rank_lacks_is_told_by_all(folders: dict[str, Path]) -> None:
+    outcome = outcome_of(folders["gone"])
+    assert outcome.kind == "user"
+    assert outcome.detail.startswith("rank 1: the corpus path")
+
+
+def test_ranks_with_different_runs_are_refused(folders: dict[str, Path]) -> None:
+    outcome = outcome_of(folders["differs"])
+    assert outcome.kind == "user"
+    assert "hyperparameters.learning_rate is 0.01 there and 0.02 here (there: rank 0, here: rank 1)" in outcome.detail
 
 
 def test_divergence_is_the_same_decision_on_all_ranks(folders: dict[str, Path]) -> None:

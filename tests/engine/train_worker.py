@@ -1,9 +1,9 @@
 """One rank of the trainer's tests with several ranks: ``python -m tests.engine.train_worker JOBS.json``.
 
-Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes"}``: run the program in ``folder`` (which
-gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes`` each
-rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. The exit codes of a rank become
-``codes<rank>.json`` beside the jobs.
+Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes", "other"}``: run the program in ``folder``
+(which gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes``
+each rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. ``other`` is the run file of the
+ranks above 0, where it is not that of rank 0. The exit codes of a rank become ``codes<rank>.json`` beside the jobs.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def work(jobs_file: Path) -> None:
             dist.barrier()
         folder = Path(job["folder"])
         flags = ["--folder", str(folder / f"node{rank}")] if job.get("nodes") == "apart" else []
+        run = job["other"] if rank and job.get("other") else str(folder / "run.yaml")
         os.environ["LOCAL_WORLD_SIZE"] = "1" if job.get("nodes") else "2"
         with _disturbed(job, rank):
-            codes.append(main([str(folder / "run.yaml"), "--quiet", *flags]))
+            codes.append(main([run, "--folder", str(folder), "--quiet", *flags]))
         (jobs_file.parent / f"codes{rank}.json").write_text(json.dumps(codes))
     if len(jobs) == 1:
         sys.exit(codes[0])
