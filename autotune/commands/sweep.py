@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from autotune.study.repeats import RepeatedValue
     from autotune.study.snapshot import StudySnapshot
     from autotune.study.study import Nothing, Study
+    from engine.config import RunConfig
 
 STOPPED_EXIT_CODE = 128 + signal.SIGINT
 NUM_SHOWN_CANDIDATES = 5
+MAX_DRAWS = 1000
+"""Uniform draws among which a legal candidate must be."""
 PLAIN_WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
 
@@ -56,6 +59,8 @@ def command(
     from rich.console import Console
 
     from autotune.space.grammar import load_space
+    from autotune.study.preflight import check_data
+    from autotune.study.study import Study, refuse_changes
 
     overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
     loaded, enumeration = load_space(space, overrides)
@@ -68,22 +73,24 @@ def command(
     if num_trials is None and seconds is None:
         raise UserError("the sweep has no budget", hint="give --trials 20 or --time 10m, or 'budget' in the space file")
     check_machine(loaded.cluster, workers)
+    refuse_changes(folder, loaded, storage, seed)
+    text = check_data(_first_run(loaded, enumeration))
 
     from autotune.commands.sweep_view import SweepView
     from autotune.study.devices import DevicePool
     from autotune.study.driver import Driver
-    from autotune.study.study import Study
 
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     opened = Study.create_or_open(folder, loaded, enumeration, storage_url=storage, num_trials=num_trials, seed=seed)
     try:
+        opened.require_corpus(text.corpus_hash)
         view = SweepView(console, opened.snapshot(), num_trials, workers)
         driver = Driver(opened, DevicePool(loaded.cluster), view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None
-        if repeat_best and not driver.is_stopping:
+        if repeat_best and not driver.is_stopping and any(row.feasible for row in opened.snapshot().trials):
             chosen = _plan_repeats(opened, repeat_best)
             driver.time_limit_seconds = None
             _drive(driver, view)
@@ -128,6 +135,19 @@ def check_machine(cluster: ClusterSpec, num_workers: int) -> None:
         )
 
 
+def _first_run(space: Space, enumeration: Enumeration) -> RunConfig:
+    """A run of the space, to read its data by."""
+    from autotune.search.bayes import uniform_draws
+
+    for chosen in itertools.islice(uniform_draws(space, enumeration, 0), MAX_DRAWS):
+        if (run := space.candidate(chosen).run) is not None:
+            return run
+    raise UserError(
+        f"none of {MAX_DRAWS} candidates drawn from the space is legal",
+        hint="see which rule or constraint refuses them with --dry-run, and loosen it",
+    )
+
+
 def _drive(driver: Driver, view: SweepView) -> Nothing | None:
     with view.shown(), _stopping(driver, view):
         return driver.run()
@@ -165,7 +185,7 @@ def _plan_repeats(study: Study, count: int) -> int:
 def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json: bool) -> None:
     from autotune.search.bayes import derive_seed, uniform_draws
 
-    draws = itertools.islice(uniform_draws(space, enumeration, derive_seed(seed, "uniform", 0)), 1000)
+    draws = itertools.islice(uniform_draws(space, enumeration, derive_seed(seed, "uniform", 0)), MAX_DRAWS)
     legal = (chosen for chosen in draws if space.candidate(chosen).run is not None)
     candidates = list(itertools.islice(legal, NUM_SHOWN_CANDIDATES))
     removed = dict(sorted(enumeration.removed.items(), key=lambda item: -item[1]))

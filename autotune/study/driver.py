@@ -76,8 +76,8 @@ class Driver:
         Raises:
             UserError: Something that ends the whole sweep, such as a full disk or changed data.
         """
-        if self.time_limit_seconds is not None:
-            self._deadline = time.monotonic() + self.time_limit_seconds
+        limit = self.time_limit_seconds
+        self._deadline = float("inf") if limit is None else time.monotonic() + limit
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="trial") as executor:
             workers = [executor.submit(self._work) for _ in range(self.num_workers)]
             try:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import engine
 from autotune.space.space import TrialLimits
 from autotune.specs.machine import memory_limit_bytes
 from autotune.study.devices import Devices
+from autotune.study.preflight import engine_environment
 from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
 from engine.atomic import make_folder, write_text
 from engine.config import RunConfig, dump_run, load_run
@@ -202,12 +202,9 @@ def _start(
     # torchrun passes SIGTERM on to its ranks; a single process needs no such courtesy.
     death_signal = signal.SIGTERM if config.plan.world_size > 1 else signal.SIGKILL
     cpus = ",".join(map(str, devices.cpus)) if devices else ""
-    root = str(Path(engine.__file__).parents[1])
-    environment = os.environ | {
+    environment = engine_environment() | {
         MARK: mark,
-        "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(config.runtime.threads_per_rank),
     }
     if devices is not None and config.runtime.device == "cuda":

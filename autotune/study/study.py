@@ -164,21 +164,23 @@ class Study:
             UserError: The space, seed or storage differs from the study's (with the difference), or it can't be opened.
         """
         make_folder(folder)
-        storage_url = absolute_url(storage_url) if storage_url else None
         with file_lock(folder / OPEN_LOCK):
+            refuse_changes(folder, space, storage_url, seed)
             if (folder / STUDY_FILE).exists():
-                file = _continued(read_study_file(folder), space, storage_url, num_trials, seed)
+                file = read_study_file(folder)
+                if num_trials is not None:
+                    file = file.changed(trials=max(num_trials, file.trials or 0))
             else:
                 file = StudyFile(
                     name=folder.name,
                     created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
                     seed=seed or 0,
-                    storage=hide_password(storage_url) if storage_url else None,
+                    storage=_address(storage_url),
                     trials=num_trials,
                     environment=this_environment(),
                     space=dict(space.data),
                 )
-            url = storage_url or file.storage
+            url = absolute_url(storage_url) if storage_url else file.storage
             storage = open_database(url) if url else open_journal(folder)
             write_study_file(folder, file)
             return cls(folder, file, space, enumeration, storage, num_trials)
@@ -210,7 +212,12 @@ class Study:
             if not self._still_ours(assignment):
                 return False
             if outcome.kind == "ok" and outcome.corpus_hash is not None:
-                self._check_corpus(assignment, outcome.corpus_hash)
+                try:
+                    self.require_corpus(outcome.corpus_hash)
+                except CorpusChanged:
+                    (assignment.folder / OUTCOME_FILE).unlink(missing_ok=True)  # no evidence of this study
+                    self.release(assignment)
+                    raise
             try:
                 self._table.finish(assignment.number, outcome)
             except UpdateFinishedTrialError:
@@ -232,6 +239,23 @@ class Study:
         """The same trial for one more attempt, still ours (after a fault of the machine)."""
         with self._lock:
             return self._hold(assignment, assignment.attempt + 1)
+
+    def require_corpus(self, corpus_hash: str) -> None:
+        """Make sure that the text is the one the study's trials used; that of a new study is remembered.
+
+        Raises:
+            CorpusChanged: It is another.
+        """
+        with self._lock:
+            known = self._table.corpus_hash()
+            if known is None:
+                self._table.set_corpus_hash(corpus_hash)
+            elif known != corpus_hash:
+                raise CorpusChanged(
+                    f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now"
+                    f" {corpus_hash[:12]}): losses can't be compared any more",
+                    hint="bring the old text back, or begin another study with --study NAME",
+                )
 
     def is_lost(self, number: int) -> bool:
         """Whether another driver took a trial of ours over, because it could not see us for too long."""
@@ -459,19 +483,6 @@ class Study:
             self._table.write_lease(number, lease)
             return True
 
-    def _check_corpus(self, assignment: Assignment, corpus_hash: str) -> None:
-        known = self._table.corpus_hash()
-        if known is None:
-            self._table.set_corpus_hash(corpus_hash)
-        elif known != corpus_hash:
-            (assignment.folder / OUTCOME_FILE).unlink(missing_ok=True)  # no evidence of this study
-            self.release(assignment)
-            raise CorpusChanged(
-                f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now {corpus_hash[:12]}):"
-                " losses can't be compared any more",
-                hint="bring the old text back, or begin another study with --study NAME",
-            )
-
 
 def load_snapshot(folder: Path) -> StudySnapshot:
     """A study as plain data, read without disturbing those who write it.
@@ -515,21 +526,31 @@ def _snapshot(folder: Path, file: StudyFile, storage: BaseStorage) -> StudySnaps
     )
 
 
-def _continued(
-    file: StudyFile, space: Space, storage_url: str | None, num_trials: int | None, seed: int | None
-) -> StudyFile:
-    """The study's file for going on with it; refused when anything but the budget differs."""
+def refuse_changes(folder: Path, space: Space, storage_url: str | None, seed: int | None) -> None:
+    """Make sure that the study in ``folder``, if there is one, can go on with these.
+
+    Raises:
+        UserError: Something other than the budget differs; with the difference.
+    """
+    if not (folder / STUDY_FILE).exists():
+        return
+    file = read_study_file(folder)
     changes = differences(file.space, space.data)
     if seed is not None and seed != file.seed:
         changes.append(f"changed  seed: {file.seed} -> {seed}")
-    if storage_url is not None and hide_password(storage_url) != file.storage:
-        changes.append(f"changed  storage: {file.storage or 'journal'} -> {hide_password(storage_url)}")
+    address = _address(storage_url)
+    if address is not None and address != file.storage:
+        changes.append(f"changed  storage: {file.storage or 'journal'} -> {address}")
     if changes:
         raise UserError(
             f"study {file.name!r} was begun with another space:\n  " + "\n  ".join(changes),
             hint="undo the change to go on with it, or begin another study with --study NAME",
         )
-    return file if num_trials is None else file.changed(trials=max(num_trials, file.trials or 0))
+
+
+def _address(storage_url: str | None) -> str | None:
+    """A storage's address as the study's file keeps it."""
+    return hide_password(absolute_url(storage_url)) if storage_url else None
 
 
 def _num_counted(trials: Sequence[FrozenTrial]) -> int:
