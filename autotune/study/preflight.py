@@ -1,4 +1,4 @@
-"""Reads the data once before the first trial: its mistakes are told at once, and trials find the tokens in the cache."""
+"""Reads the data once before the first trial: mistakes are told at once, and trials find the tokens in the cache."""
 
 from __future__ import annotations
 
