@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -72,6 +73,17 @@ class Result:
         if self.num_orphans:
             found.append(f"{self.num_orphans} processes are left")
         return found
+
+    def lines(self) -> list[str]:
+        """The result in words, for people and for the documentation."""
+        outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(self.outcomes.items()))
+        victims = Counter(str(kill["killed"]) for kill in self.kills)
+        killed = ", ".join(f"{count} times {name}" for name, count in sorted(victims.items()))
+        return [
+            f"{len(self.kills)} kills with SIGKILL ({killed}), {self.num_driver_starts} starts of the driver.",
+            f"{self.num_trials} trials of {self.num_trials_asked} asked, outcomes: {outcomes}; {self.num_orphans} processes"
+            f" left; at most {max(self.attempts, default=0)} starts of one trial.",
+        ]
 
 
 def kill_sweep(
@@ -160,6 +172,18 @@ def trial_processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def report(result: Result, seed: int) -> dict[str, Any]:
+    """What goes into the result file."""
+    return {
+        "title": "A sweep killed at random moments",
+        "setup": f"{os.cpu_count()} cores, seed {seed}; real training on one and two processes",
+        "lines": result.lines(),
+        "seed": seed,
+        **asdict(result),
+        "problems": result.problems(),
+    }
+
+
 def main() -> int:
     """Run it, print what came out, and write the result file."""
     parser = argparse.ArgumentParser(description="Kill a sweep at random moments; nothing may be lost or doubled.")
@@ -192,10 +216,8 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     problems = result.problems()
-    print(f"\n{len(result.kills)} kills, {result.num_driver_starts} starts of the driver")
-    print(f"{result.num_trials} trials of {result.num_trials_asked} asked, outcomes {result.outcomes}")
-    print("; ".join(problems) or "nothing lost, nothing doubled, nothing left running")
-    write_json(RESULT, {"seed": options.seed, **asdict(result), "problems": problems})
+    print("", *result.lines(), "; ".join(problems) or "Nothing lost, nothing doubled, nothing left running.", sep="\n")
+    write_json(RESULT, report(result, options.seed))
     return 1 if problems else 0
 
 
