@@ -40,19 +40,16 @@ def acks(job: Path) -> dict[str, AckRecord]:
     return {record.change_id: record for record in read_telemetry(job) if isinstance(record, AckRecord)}
 
 
-@pytest.mark.parametrize("scale", [0.125, 8.0])
-def test_a_wrong_rate_is_brought_near_the_best(
-    make_config: MakeConfig, run_job: RunJob, job: Path, scale: float
-) -> None:
-    assert run_job(make_config(scale=scale)) == 0
+def test_a_start_that_is_too_fast_is_made_good(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
+    """The run goes on from the end of a slower start, and its rate from there on in allowed steps."""
+    assert run_job(make_config(scale=8.0)) == 0
     assert 0.4 <= steps(job)[-1].learning_rate_scale <= 4.5
     commits = entries(job, "commit")
     for entry in commits:
         ack = acks(job)[entry.data["change_id"]]
         assert ack.accepted
         assert ack.step == entry.data["ack_step"]
-    scales = [scale, *(c.data["change"]["scale"] for c in commits if c.data["change"]["kind"].endswith("scale"))]
-    assert all(0.69 < after / before < 1.41 for before, after in pairwise(scales))
+    assert commits[0].data["change"]["kind"] == "roll_back"
     proposal = entries(job, "proposal")[0]
     assert proposal.data["forecasts"][0]["low"] < proposal.data["forecasts"][0]["high"]
     canary = entries(job, "canary")[0]
@@ -60,15 +57,11 @@ def test_a_wrong_rate_is_brought_near_the_best(
     assert sum(entry.data["cpu_seconds"] for entry in entries(job, "cost")) > 0
 
 
-def test_without_retuning_nothing_is_changed(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
-    assert run_job(make_config(300, wait_for=""), every=None) == 0
-    assert Ledger(job).entries() == []
-    assert acks(job) == {}
-
-
 def test_a_change_that_harms_the_live_run_is_rolled_back(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
     """Forks did not show it: the live run alone gets worse above scale 0.3."""
     assert run_job(make_config(scale=0.125, live_penalty_above=0.3)) == 0
+    scales = [0.125, *(entry.data["change"]["scale"] for entry in entries(job, "commit")[:8])]
+    assert all(0.69 < after / before < 1.41 for before, after in pairwise(scales))
     rolled_back = entries(job, "roll_back")
     assert rolled_back
     assert rolled_back[0].data["accepted"]
@@ -81,7 +74,7 @@ def test_a_start_that_diverges_is_rolled_back_to_an_early_checkpoint(
     make_config: MakeConfig, run_job: RunJob, job: Path
 ) -> None:
     """The emulated engine ends as diverged, as the real one does; the job is started again at a lower rate."""
-    assert run_job(make_config(800, scale=16.0, best_rate=3e-4)) == 0
+    assert run_job(make_config(800, scale=16.0, best_rate=3e-4, wait_for="")) == 0
     rolled_back = entries(job, "roll_back")
     assert rolled_back
     assert rolled_back[0].data["change"]["scale"] < 16 * 0.3
@@ -106,11 +99,11 @@ def test_a_killed_retuner_leaves_training_alone_and_comes_back(
 
     killer = threading.Thread(target=kill_it)
     killer.start()
-    assert run_job(make_config(3000, wait_for="checkpoint"), every="5000steps") == 0
+    assert run_job(make_config(1200, wait_for="checkpoint"), every="5000steps") == 0
     killer.join()
     assert len(entries(job, "start")) == 2
     numbers = [record.step for record in steps(job)]
-    assert numbers == list(range(1, 3001))
+    assert numbers == list(range(1, 1201))
     assert len([r for r in read_telemetry(job) if isinstance(r, EventRecord) and r.kind == "start"]) == 1
 
 
@@ -124,6 +117,8 @@ def test_a_planned_stop_is_started_again(make_config: MakeConfig, run_job: RunJo
             sent.append(send_request(job, request))
 
     assert run_job(make_config(600, wait_for=""), every=None, on_records=stop_once) == 0
+    assert Ledger(job).entries() == []  # without retuning nobody meddles
+    assert list(acks(job)) == [request.change_id]
     assert [record.step for record in steps(job)] == list(range(1, 601))
     starts = [r for r in read_telemetry(job) if isinstance(r, EventRecord) and r.kind == "start"]
     assert len(starts) == 2
@@ -133,10 +128,10 @@ def test_a_micro_batch_that_needs_too_much_memory_is_taken_back(
     make_config: MakeConfig, run_job: RunJob, job: Path
 ) -> None:
     """The run dies of it; it is started again with the micro-batch it had, and the larger one is not tried again."""
-    assert run_job(make_config(1500, oom_above=4)) == 0
+    assert run_job(make_config(oom_above=4)) == 0
     decisions = [entry for entry in entries(job, "decision") if entry.data["action"] == "micro_batch"]
     assert [entry.data["accepted"] for entry in decisions if entry.data["micro_batch_size"] == 8] == [False]
-    assert outcome(job).num_steps == 1500
+    assert outcome(job).num_steps == 1000
 
 
 def test_signals_reach_the_engine(make_config: MakeConfig, run_job: RunJob, job: Path) -> None:
