@@ -1,9 +1,10 @@
 """One rank of the trainer's tests with several ranks: ``python -m tests.engine.train_worker JOBS.json``.
 
 Each job is ``{"folder", "copy_from", "at_step", "at_rank", "action", "nodes", "other"}``: run the program in ``folder``
-(which gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With ``nodes``
-each rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. ``other`` is the run file of the
-ranks above 0, where it is not that of rank 0. The exit codes of a rank become ``codes<rank>.json`` beside the jobs.
+(which gets the checkpoints of ``copy_from`` first) and do ``action`` in the middle of a step of one rank. With
+``nodes`` each rank takes itself for a node of its own, with the folder ``shared`` or ``apart``. ``other`` is the run
+file of the ranks above 0, where it is not that of rank 0. The exit codes of a rank become ``codes<rank>.json`` beside
+the jobs.
 """
 
 from __future__ import annotations
