@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from engine.config import RuntimeOptions
 from engine.errors import UserError
@@ -193,13 +193,14 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
         )
     device = _device(runtime, local_rank)
     owns_group = plan.world_size > 1 and not running
+    time_limit = timedelta(seconds=runtime.hang_timeout_seconds)
     if owns_group:
         dist.init_process_group(
             _BACKENDS[device.type],
-            timeout=timedelta(seconds=runtime.hang_timeout_seconds),
+            timeout=time_limit,
             device_id=device if device.type == "cuda" else None,
         )
-    return ParallelContext(plan, device, rank, local_rank, _mesh(plan, device), owns_group)
+    return ParallelContext(plan, device, rank, local_rank, _mesh(plan, device, time_limit), owns_group)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
@@ -218,10 +219,23 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
     return device
 
 
-def _mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The mesh of the axes above degree 1, in the plan's rank order (mesh dimensions count from the slowest)."""
+def _mesh(plan: Plan, device: torch.device, time_limit: timedelta) -> DeviceMesh | None:
+    """The mesh of the axes above degree 1, in the plan's rank order (mesh dimensions count from the slowest).
+
+    Made from groups of our own: those that torch would make for a mesh know no time limit but its default.
+    """
     degrees = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
     order: Sequence[str] = [axis for axis in reversed(plan.rank_order.split("-")) if degrees.get(axis, 1) > 1]
     if not order:
         return None
-    return init_device_mesh(device.type, tuple(degrees[axis] for axis in order), mesh_dim_names=tuple(order))
+    world = dist.group.WORLD
+    assert world is not None, "a plan of several ranks has a process group"
+    ranks = torch.arange(plan.world_size).view([degrees[axis] for axis in order])
+    groups = []
+    for dim, size in enumerate(ranks.shape):
+        if size == plan.world_size:
+            groups.append(world)
+        else:
+            members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+            groups.append(dist.new_subgroups_by_enumeration(members, timeout=time_limit)[0])
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(order))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.rule import Rule, Violated, explain_few_micro_batches, has_dense_layers, kv_heads
+from engine.rule import Rule, Violated, explain_few_micro_batches, kv_heads
 from engine.spec import ModelSpec
 
 # -------------------------------------------------------------------------------------------- engine: models not built
@@ -35,15 +35,6 @@ def _unbuilt_routing(model: ModelSpec) -> str:
     }
     told = [name for name, present in unbuilt.items() if present]
     return f"routers with {', '.join(told)}" if told else ""
-
-
-def _dense_among_experts(model: ModelSpec) -> str:
-    if model.moe is None or not has_dense_layers(model):
-        return ""
-    return (
-        f"dense layers among experts (num_dense_layers {model.moe.num_dense_layers},"
-        f" layer_period {model.moe.layer_period})"
-    )
 
 
 _ANOTHER_MODEL = "choose a model without it; plans for such a model can be searched, but not trained here"
@@ -79,7 +70,6 @@ _MODEL_RULES = (
         lambda m: f"shared experts (width {m.moe.shared_ffn_size})" if m.moe and m.moe.shared_ffn_size else "",
         _ANOTHER_MODEL,
     ),
-    _model_rule("dense_first", "in a mixture of experts, each layer is one", _dense_among_experts, _ANOTHER_MODEL),
     _model_rule("router", "routers are softmax over all experts, without biases", _unbuilt_routing, _ANOTHER_MODEL),
     _model_rule(
         "expert_bias",
@@ -221,13 +211,6 @@ _PLAN_RULES = (
         lambda c, t: ~t["overlap_dp"] | t["overlap_tp"] | ~t["overlap_pp"],
         "overlap_dp {r.overlap_dp}, overlap_tp {r.overlap_tp}, overlap_pp {r.overlap_pp}",
         "set overlap_dp and overlap_pp to true and overlap_tp to false",
-    ),
-    _plan_rule(
-        "rank_order",
-        "ranks are ordered tp-cp-dp-pp",
-        lambda c, t: t["rank_order"] != "tp-cp-dp-pp",
-        "rank_order {r.rank_order}",
-        "set rank_order to tp-cp-dp-pp",
     ),
     _plan_rule(
         "kv_replication",

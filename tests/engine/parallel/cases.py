@@ -30,12 +30,14 @@ _BIASED = {
     "norm": "layernorm", "positions": "learned", "mlp": "plain", "activation": "gelu_tanh", "num_kv_heads": 4,
     "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "max_positions": 32,
 }  # fmt: skip
+_MOE = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
 MODELS: dict[str, ModelSpec] = {
     "llama": ModelSpec(**_LLAMA),
     "llama-tied": ModelSpec(**_LLAMA, tied_embeddings=True),
     "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
     "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
-    "moe": ModelSpec(**_LLAMA, moe={"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}),
+    "moe": ModelSpec(**_LLAMA, moe=_MOE),
+    "moe-some": ModelSpec(**_LLAMA, moe=_MOE | {"num_dense_layers": 1, "layer_period": 2}),
 }
 
 
@@ -173,3 +175,10 @@ def dropout_draws(config: RunConfig) -> dict[str, Any]:
             stepper.train_step(tokens, labels, 0.0)
         losses.append(context.gather(shares))
     return {"all": losses[0], "resumed": losses[1]}
+
+
+def time_limits(config: RunConfig) -> dict[str, Any]:
+    """Seconds after which a collective operation along each axis is given up."""
+    context = open_context(config.plan, config.runtime)
+    groups = {axis: context.axis(axis).get_group() for axis in ("dp", "tp")}
+    return {axis: group._get_backend(context.device).options._timeout.seconds for axis, group in groups.items()}

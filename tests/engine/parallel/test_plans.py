@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import RuntimeOptions
 from tests.engine.parallel.cases import run_config, train
 from tests.engine.parallel.launch import Case, result, run_cases
 
@@ -41,6 +42,7 @@ EQUAL_TWO = [
     equal("dp2-tied", {"dp_shard": 2}, "llama-tied"),
     equal("dp2-gpt2", {"dp_shard": 2, "zero_stage": 2}, "gpt2"),
     equal("dp2-moe", {"dp_shard": 2}, "moe"),
+    equal("dp2-moe-some", {"dp_shard": 2, "zero_stage": 2}, "moe-some"),
     equal("tp2", {"tp": 2}),
     equal("tp2-sp", {"tp": 2, **SP}),
     equal("tp2-sp-recompute", {"tp": 2, **SP, **FULL}),
@@ -53,7 +55,9 @@ EQUAL_TWO = [
     equal("pp2", {"pp": 2}),
     equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [1, 2], "recompute": "every_k", "recompute_period": 2}),
     equal("pp2-gpt2", {"pp": 2, "micro_batch_size": 1}, "gpt2-untied"),
+    equal("tp2-sp-moe-some", {"tp": 2, **SP, **FULL}, "moe-some"),
     equal("pp2-moe", {"pp": 2}, "moe"),
+    equal("pp2-moe-some", {"pp": 2}, "moe-some"),
 ]
 EQUAL_FOUR = [
     equal("dp2-tp2", {"dp_shard": 2, "tp": 2}),
@@ -63,6 +67,7 @@ EQUAL_FOUR = [
     equal("dp2-pp2", {"dp_shard": 2, "pp": 2}),
     equal("dp2-pp2-zero2-order", {"dp_shard": 2, "pp": 2, "zero_stage": 2, "rank_order": "tp-cp-pp-dp"}),
     equal("dp2-pp2-recompute", {"dp_shard": 2, "pp": 2, **FULL}),
+    equal("dp2-pp2-other-order", {"dp_shard": 2, "pp": 2, "rank_order": "tp-pp-cp-dp"}),
     equal("tp2-pp2", {"tp": 2, "pp": 2}),
     equal("tp2-pp2-sp", {"tp": 2, "pp": 2, **SP}),
     equal("tp2-pp2-sp-moe", {"tp": 2, "pp": 2, **SP}, "moe"),
@@ -96,13 +101,14 @@ DROPOUT = [
         ("tp2-sp", {"tp": 2, **SP}),
     )
 ]
+TIME_LIMITS = Case("time-limits", {"dp_shard": 2, "tp": 2}, function="time_limits")
 BF16 = [
     Case(f"bf16-{name}", {"precision": "bf16", **plan}, hyperparameters=SGD)
     for name, plan in (("dp2", {"dp_shard": 2}), ("tp2-sp", {"tp": 2, **SP}), ("pp2", {"pp": 2}))
 ]
 WORLDS = {
     2: [*EQUAL_TWO, *CLIPPED, *SAVED, *RESUMED, *OVERFLOW, *DROPOUT, *BF16],
-    4: [*EQUAL_FOUR, *RESUMED_FOUR],
+    4: [*EQUAL_FOUR, *RESUMED_FOUR, TIME_LIMITS],
 }
 
 Results = Callable[[Case], dict[str, Any]]
@@ -172,6 +178,10 @@ def test_dropout_draws_differ_over_data_and_steps_and_resume(case: Case, results
     assert resumed == second, "a resumed run draws what the run itself would have"
     whole = case.plan.get("tp", 1) > 1
     assert math.isclose(*first, rel_tol=1e-12) == whole, "ranks draw alike only where they hold the same tokens"
+
+
+def test_time_limit_holds_along_every_axis(results: Results) -> None:
+    assert results(TIME_LIMITS) == dict.fromkeys(("dp", "tp"), RuntimeOptions().hang_timeout_seconds)
 
 
 @pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
