@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.precision.linear import linear
 from engine.precision.policy import wide
 from engine.spec import ModelSpec
 
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight.to(x.dtype), bias)
 
 
 class Norm(nn.Module):
@@ -57,7 +58,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """[B, L, H] and the embedding [V, H] to logits [B, L, V]."""
-        return F.linear(x, weight.to(x.dtype))
+        return linear(x, weight.to(x.dtype))
 
 
 class RotaryPositions:

@@ -6,10 +6,10 @@ The experts run one after another on their own tokens: the reference path, right
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.layers import ACTIVATIONS, Linear
+from engine.precision.linear import linear
 from engine.precision.policy import wide
 from engine.spec import ModelSpec, MoESpec
 
@@ -45,7 +45,7 @@ class Experts(nn.Module):
         token_of = order // chosen.shape[1]
         loads = chosen.flatten().bincount(minlength=gates.shape[0]).tolist()
         outputs = [
-            F.linear(self.activation(F.linear(part, gate)) * F.linear(part, up), down)
+            linear(self.activation(linear(part, gate)) * linear(part, up), down)
             for part, gate, up, down in zip(tokens[token_of].split(loads), gates, ups, downs, strict=True)
         ]
         weighted = torch.cat(outputs) * weights.flatten()[order, None]
