@@ -203,20 +203,20 @@ def _family(data: dict[str, Any], source: str) -> str:
     given = data.get("model_type")
     architectures = data.get("architectures")
     if given is None and isinstance(architectures, list) and architectures:
-        given = _ARCHITECTURES.get(architectures[0], architectures[0])
-    if given not in _READERS:
+        given = _ARCHITECTURES.get(str(architectures[0]), architectures[0])
+    if not isinstance(given, str) or given not in _READERS:
         close = difflib.get_close_matches(str(given), _READERS, n=1)
         raise UserError(
             f"unknown model_type {given!r}; allowed are {', '.join(_READERS)}",
             hint=f"did you mean '{close[0]}'?" if close else "write the architecture by hand as a ModelSpec",
             where=source,
         )
-    return str(given)
+    return given
 
 
 def _activation(keys: _Keys, key: str, default: str) -> str:
     given = keys.get(key, default)
-    if given not in _ACTIVATIONS:
+    if not isinstance(given, str) or given not in _ACTIVATIONS:
         raise keys.wrong(key, f"one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[given]
 
@@ -229,7 +229,7 @@ def _rope(keys: _Keys, theta: float, scaling: dict[str, Any] | None = None) -> d
     found = dict(found)
     inner = found.pop("rope_theta", None)
     kind = found.get("rope_type", found.get("type", "default"))
-    base = keys.number("rope_theta", theta) if inner is None else float(inner)
+    base = (keys if inner is None else _Keys({"rope_theta": inner}, keys.source)).number("rope_theta", theta)
     return {"rope_theta": base, "rope_scaling": None if kind == "default" else found}
 
 
@@ -332,7 +332,7 @@ def _read_qwen3_moe(keys: _Keys) -> dict[str, Any]:
     fields["sliding_window"] = window if keys.flag("use_sliding_window", False) else None
     period = keys.count("decoder_sparse_step", default=1)
     dense = keys.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))) or (dense and period > 1):
+    if not isinstance(dense, list) or dense != list(range(len(dense))) or (dense and period > 1):
         raise keys.wrong("mlp_only_layers", "empty, or the first layers with decoder_sparse_step 1")
     fields["moe"] = {
         "num_experts": keys.count("num_experts", "num_local_experts", default=128),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
 
 def _match(text: str | int | float, suffixes: str) -> tuple[float, str] | None:
     match = re.fullmatch(rf"{_NUMBER}\s*({suffixes})", str(text).strip())
-    return (float(match.group(1)), match.group(2)) if match else None
+    return (float(match.group(1)), match.group(2)) if match and math.isfinite(float(match.group(1))) else None
 
 
 def parse_count(text: str | int | float, *, what: str = "a count") -> int:
@@ -112,9 +113,9 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(value: float) -> str:
     """A count with three significant digits: 1.24B, 13.0M, 512."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= scale:
+        if abs(value) >= 0.9995 * scale:  # what would be rounded to 1000 of the smaller unit
             return f"{value / scale:.3g}{suffix}"
-    return f"{value:g}"
+    return f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -119,8 +119,9 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"no permission to read {path}", hint="change its permissions or owner") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text", hint="save it as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {path}: {reason}", hint="check the path") from None
 
 
 def dump_yaml(data: Any) -> str:

@@ -186,6 +186,11 @@ def test_keys_not_understood_are_listed_and_told(tmp_path: Path, caplog: pytest.
         ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above zero, got 0", "correct"),
         ({"hidden_act": "mish"}, "'hidden_act' must be one of silu", "correct"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false, got 'yes'", "correct"),
+        ({"hidden_act": ["silu"]}, "'hidden_act' must be one of silu", "correct"),
+        ({"model_type": {}}, "unknown model_type {}", "by hand"),
+        ({"model_type": None, "architectures": [[]]}, "unknown model_type []", "by hand"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "'rope_theta' must be a number above zero, got 'big'", "correct"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "'mlp_only_layers' must be empty, or the first", "correct"),
         ({"rope_scaling": 4}, "'rope_scaling' must be a mapping or null", "correct"),
     ],
 )

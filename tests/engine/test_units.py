@@ -30,7 +30,7 @@ def test_batches_round_to_the_nearest_legal_value_and_say_so() -> None:
     ("parse", "text"),
     [
         (units.parse_tokens, "many"), (units.parse_tokens, "1.5"), (units.parse_tokens, "-3"),
-        (units.parse_bytes, "70 parsecs"),
+        (units.parse_tokens, "1e400"), (units.parse_bytes, "70 parsecs"),
         (units.parse_duration, "0s"), (units.parse_duration, "soon"), (units.parse_interval, "0steps"),
         (units.parse_interval, "1.5steps"), (lambda text: units.parse_batch(text, 64), "0"),
     ],
@@ -46,6 +46,7 @@ def test_formats() -> None:
     assert units.format_bytes(3 * 2**30) == "3.00 GiB"
     assert units.format_bytes(2**20) == "1.0 MiB"
     assert units.format_count(1_240_000_000) == "1.24B"
+    assert [units.format_count(n) for n in (512, 865.186, 999.4, 999.6, 999_600)] == ["512", "865", "999", "1k", "1M"]
     assert [units.format_duration(seconds) for seconds in (0.08, 12.5, 200, 7500)] == [
         "80ms",
         "12.5s",

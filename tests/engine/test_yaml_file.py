@@ -76,5 +76,7 @@ def test_missing_files_folders_and_binaries_are_told_apart(tmp_path) -> None:
     assert "space.yaml" in str(error.value.hint)
     with pytest.raises(UserError, match="folder"):
         read_yaml(tmp_path)
+    with pytest.raises(UserError, match="null byte"):
+        read_yaml("a\0b")
     with pytest.raises(UserError, match="UTF-8"):
         read_yaml(tmp_path / "binary")
