@@ -95,7 +95,10 @@ class ControlInbox:
 
     def next_request(self) -> ChangeRequest | None:
         """The oldest request that waits; None when there is none. A malformed file is set aside as ``*.bad``."""
-        names = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".json"))
+        try:
+            names = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".json"))
+        except OSError:  # whoever tidies up the folder of a live run does not end it
+            return None
         for name in names:
             if name.startswith("."):
                 continue

@@ -173,23 +173,24 @@ class TelemetryReader:
     def poll(self) -> list[StepRecord | EventRecord | AckRecord]:
         """New whole records since the last call."""
         records: list[StepRecord | EventRecord | AckRecord] = []
-        rotated = _rotated(self._folder)
-        for path in rotated[self._num_rotated_read :]:
-            records += self._read_from(path)
-            self._num_rotated_read += 1
-            self._offset = 0
-        records += self._read_from(self._folder / TELEMETRY_FILE)
-        if len(_rotated(self._folder)) != len(rotated):  # rotated while being read: the rest comes with the next poll
-            return records
-        return records
+        while True:
+            for path in _rotated(self._folder)[self._num_rotated_read :]:
+                records += self._take(self._new_bytes(path))
+                self._num_rotated_read += 1
+                self._offset = 0
+            block = self._new_bytes(self._folder / TELEMETRY_FILE)
+            if len(_rotated(self._folder)) <= self._num_rotated_read:  # else it may be of the file begun meanwhile
+                return records + self._take(block)
 
-    def _read_from(self, path: Path) -> list[StepRecord | EventRecord | AckRecord]:
+    def _new_bytes(self, path: Path) -> bytes:
         try:
             with open(path, "rb") as file:
                 file.seek(self._offset)
-                block = file.read()
+                return file.read()
         except FileNotFoundError:
-            return []
+            return b""
+
+    def _take(self, block: bytes) -> list[StepRecord | EventRecord | AckRecord]:
         whole = block.rfind(b"\n") + 1
         self._offset += whole
         records = []

@@ -1,6 +1,8 @@
 """Append-only files and the control folder under kills, torn lines, rotation and hostile content."""
 
+import itertools
 import os
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,23 @@ def test_a_reader_follows_a_live_file_over_rotations_without_loss(tmp_path) -> N
     assert len(list(tmp_path.glob("telemetry.*.jsonl"))) > 5
 
 
+def test_a_rotation_while_the_reader_reads_loses_nothing(tmp_path, monkeypatch) -> None:
+    writer = TelemetryWriter(tmp_path, max_bytes=1500, flush_seconds=0)
+    reader = TelemetryReader(tmp_path)
+    writer.write(step_record(1))
+    assert len(reader.poll()) == 1
+    plain, steps = TelemetryReader._new_bytes, iter(range(2, 21))
+
+    def new_bytes(self: TelemetryReader, path: Path) -> bytes:
+        if path.name == TELEMETRY_FILE:  # the writer goes on between the look at the folder and the file
+            for step in itertools.islice(steps, 7):
+                writer.write(step_record(step))
+        return plain(self, path)
+
+    monkeypatch.setattr(TelemetryReader, "_new_bytes", new_bytes)
+    assert [record.step for record in reader.poll()] == list(range(2, 21))
+
+
 def test_a_reader_waits_for_the_end_of_a_line(tmp_path) -> None:
     writer = TelemetryWriter(tmp_path)
     writer.write(EventRecord(kind="note", time=0.0, step=0, tokens=0))
@@ -98,6 +117,24 @@ def test_a_malformed_request_is_set_aside(tmp_path, content: str) -> None:
     send_request(tmp_path, good)
     assert inbox.next_request() == good
     assert (tmp_path / "control" / "0-x.bad").exists()
+
+
+def test_a_run_whose_control_folder_is_removed_goes_on(tmp_path) -> None:
+    inbox = ControlInbox(tmp_path)
+    (tmp_path / "control").rmdir()
+    assert inbox.next_request() is None
+    request = ChangeRequest(change=SetLearningRateScale(scale=0.7))
+    send_request(tmp_path, request)
+    assert inbox.next_request() == request
+
+
+def test_what_is_written_may_be_read_by_those_the_umask_allows(tmp_path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_text(tmp_path / "file", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
 def test_outcomes_round_trip_and_half_written_ones_are_none(tmp_path) -> None:
