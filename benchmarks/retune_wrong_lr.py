@@ -158,15 +158,26 @@ def main() -> int:
         }
         for name in WRONG
     }
-    for name, figures in summary.items():
-        print(
-            f"{name}: {100 * figures['gap_closed_ratio']:.0f} % of the gap closed on average, for"
-            f" {100 * figures['extra_cpu_ratio']:.0f} % more CPU time"
-        )
+    lines = [
+        "| seed | start | best | left alone | retuned | gap closed | canaries | canaries, CPU s | canaries, s |"
+        " retuner, CPU s | run alone, CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_table_row(row) for row in rows),
+        "",
+        *(
+            f"{name}: {100 * figures['gap_closed_ratio']:.0f} % of the gap to the best closed on average, for"
+            f" {100 * figures['extra_cpu_ratio']:.0f} % more CPU time."
+            for name, figures in summary.items()
+        ),
+    ]
+    print("\n".join(["", *lines]))
     write_json(
         RESULT,
         {
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, shared with other work: only CPU seconds count",
+            "title": "A wrong learning rate, retuned and left alone",
+            "setup": f"{os.cpu_count()} cores ({platform.machine()}) shared with other work; {num_steps} steps,"
+            f" retuned every {RETUNE_EVERY}; losses are held-out, in nats per token; best: learning rate {best:g}",
+            "lines": lines,
             "num_steps": num_steps,
             "retune_every": RETUNE_EVERY,
             "best_learning_rate": best,
@@ -176,6 +187,22 @@ def main() -> int:
         },
     )
     return 0
+
+
+def _table_row(row: dict[str, Any]) -> str:
+    retuned = row["retuned"]
+    cells = [
+        str(row["seed"]),
+        row["start"],
+        *(f"{row[run]['held_out_loss']:.4f}" for run in ("best", "alone", "retuned")),
+        f"{100 * row['gap_closed_ratio']:.0f} %",
+        str(retuned["num_canaries"]),
+        f"{retuned['canary_cpu_seconds']:.0f}",
+        f"{retuned['canary_wall_seconds']:.0f}",
+        f"{retuned['retuner_cpu_seconds']:.1f}",
+        f"{row['alone']['cpu_seconds']:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ from autotune.retune.live import (
     step_of,
 )
 from autotune.retune.policy import NUM_BLOCKS, HeldCheckpoint, choose_recovery, is_due, propose, trial_steps
+from autotune.twin.health import Finding, FindingKind
 from autotune.twin.history import Floats
 from autotune.twin.robust import median_and_sigma
 from engine.config import RunConfig, load_run
@@ -67,6 +68,7 @@ class Controller:
         self._live = LiveRun(folder, self.config)
         self._forks = ForkRunner(folder, self.config, branches)
         self._device_memory_bytes: int | None = None
+        self._lasting: set[FindingKind] = set()
         self._cost_so_far = (0.0, time.monotonic())
 
     def run(self) -> None:
@@ -75,18 +77,26 @@ class Controller:
             self.memory = remember(self.memory, entry)
         self._write("start", "retuner started")
         try:
-            self._live.wait(lambda: self._live.step >= 1)
-            self._close_open_proposal()
-            self._hold_early_checkpoint()
+            self._guard(self._begin)
             while True:
-                try:
-                    self._look()
-                except RunSickError as sick:
-                    self._recover(sick)
+                self._guard(self._look)
         except RunEndedError:
-            pass
+            if self._live.is_complete():
+                discard_held_after(self._folder, -1)
         finally:
             self._write_cost()
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Do something while the run is well; bring it back when it is not."""
+        try:
+            action()
+        except RunSickError as sick:
+            self._recover(sick.finding)
+
+    def _begin(self) -> None:
+        self._live.wait(lambda: self._live.step >= 1)
+        self._close_open_proposal()
+        self._hold_early_checkpoint()
 
     # ------------------------------------------------------------------------------------------------------- one look
 
@@ -96,8 +106,7 @@ class Controller:
             self._watch()
         self._pause()
         findings = self._live.twin.findings()
-        for finding in findings:
-            self._write("finding", finding.describe(), finding.to_data())
+        self._write_news(findings)
         if not is_due(self.memory, self._interval, time.time(), self._live.step):
             return
         held = held_checkpoints(self._folder)
@@ -375,9 +384,8 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------------- recovery
 
-    def _recover(self, sick: RunSickError) -> None:
+    def _recover(self, finding: Finding) -> None:
         """Bring back a run that went wrong, or hand it over."""
-        finding = sick.finding
         self._write("finding", finding.describe(), finding.to_data())
         if self.memory.is_handed_over:
             self._live.acknowledge_sickness()
@@ -447,6 +455,13 @@ class Controller:
         of = proposal.proposal_id if proposal else self.memory.watched.proposal_id if self.memory.watched else None
         entry = self._ledger.append(kind, self._live.step, text, data, proposal_id=of)
         self.memory = remember(self.memory, entry)
+
+    def _write_news(self, findings: Sequence[Finding]) -> None:
+        """Write findings down: spikes and non-finite steps one by one, a lasting state when it begins."""
+        for finding in findings:
+            if finding.kind in ("spike", "non_finite") or finding.kind not in self._lasting:
+                self._write("finding", finding.describe(), finding.to_data())
+        self._lasting = {finding.kind for finding in findings}
 
     def _write_cost(self) -> None:
         cpu, wall = time.process_time(), time.monotonic()

@@ -21,8 +21,6 @@ HELD_FOLDER = "held"
 NUM_HELD = 3
 """Checkpoints held beside the earliest one."""
 POLL_SECONDS = 0.25
-START_SECONDS = 180.0
-"""How long a run that is not there yet is waited for."""
 CHECK_STEPS = 8
 """The run is looked at for divergence each so many steps."""
 
@@ -73,7 +71,7 @@ class LiveRun:
         """Take in what is new.
 
         Raises:
-            RunEndedError: The run has ended, or never began.
+            RunEndedError: The run has ended.
         """
         records = self._reader.poll()
         self.twin.update(records)
@@ -87,9 +85,8 @@ class LiveRun:
                 ended_at = None if self.is_running else record.time
         if self.is_running:
             return
-        # An end from before this process is followed by a new start when the run is being continued.
-        ended = ended_at is not None and ended_at > self._created
-        if ended or self._is_complete() or time.time() - self._created > START_SECONDS:
+        # After an end from before this process the run may be continued: its new start is waited for.
+        if (ended_at is not None and ended_at > self._created) or self.is_complete():
             raise RunEndedError
 
     def shares_cores(self) -> bool:
@@ -99,7 +96,8 @@ class LiveRun:
         except OSError:
             return True
 
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether the run has been trained to its end."""
         outcome = read_outcome(self.folder)
         return outcome is not None and outcome.kind == "ok"
 

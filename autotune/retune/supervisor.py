@@ -147,8 +147,13 @@ class Supervisor:
                 except subprocess.TimeoutExpired:
                     continue
         self._read_records()
-        # torchrun's own exit code is 1 whatever the ranks' were; their end record has it.
-        return self._exit_code if self._exit_code is not None else engine.returncode
+        return self._told_exit_code(engine.returncode)
+
+    def _told_exit_code(self, status: int) -> int:
+        """What the ranks said in their end record: torchrun's own exit status is 1 whatever theirs were."""
+        if self._exit_code is not None:
+            return self._exit_code
+        return status if status >= 0 else 128 - status
 
     def _read_records(self) -> None:
         records = self._reader.poll()

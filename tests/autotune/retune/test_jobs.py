@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +15,13 @@ from typing import Any
 import pytest
 
 from autotune.retune.ledger import Entry, Ledger
-from engine.config import RunConfig
+from engine.atomic import write_text
+from engine.config import RunConfig, dump_run
 from engine.control import ChangeRequest, Stop, send_request
 from engine.outcome import Outcome, read_outcome
 from engine.telemetry import AckRecord, EventRecord, StepRecord, read_telemetry
+
+FAKE_TRAINER = (sys.executable, "-P", str(Path(__file__).with_name("fake_trainer.py")))
 
 MakeConfig = Callable[..., RunConfig]
 RunJob = Callable[..., int]
@@ -86,16 +91,9 @@ def test_a_killed_retuner_leaves_training_alone_and_comes_back(
     make_config: MakeConfig, run_job: RunJob, job: Path
 ) -> None:
     def kill_it() -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not entries(job, "checkpoint"):
-            time.sleep(0.05)
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (path / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"autotune.retune.controller" in command and str(job).encode() in command:
-                os.kill(int(path.name), signal.SIGKILL)
+        wait_until(lambda: bool(entries(job, "checkpoint")))
+        for pid in processes_of(job, b"autotune.retune.controller"):
+            os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_it)
     killer.start()
@@ -146,3 +144,39 @@ def test_signals_reach_the_engine(make_config: MakeConfig, run_job: RunJob, job:
     assert outcome(job).kind == "interrupted"
     state = json.loads(max(job.glob("checkpoints/*/state.json")).read_text())
     assert 0 < state["step"] < 5000
+
+
+def test_everything_ends_with_the_supervisor(make_config: MakeConfig, job: Path) -> None:
+    job.mkdir()
+    write_text(job / "run.yaml", dump_run(make_config(100_000, wait_for="")))
+    code = (
+        "import sys; from pathlib import Path; from autotune.retune.supervisor import Supervisor;"
+        " Supervisor(Path(sys.argv[1]), every='5000steps', engine=sys.argv[2:], branches=sys.argv[2:]).run()"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", code, str(job), *FAKE_TRAINER])
+    wait_until(lambda: bool(entries(job, "checkpoint")))
+    supervisor.kill()
+    supervisor.wait()
+    wait_until(lambda: not processes_of(job))
+    assert outcome(job).kind == "interrupted"  # the engine had time for a checkpoint
+    assert list(job.glob("checkpoints/step-*"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(job: Path, program: bytes = b"") -> list[int]:
+    """Running processes that have the job's folder and ``program`` among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(job).encode() in arguments and program in arguments:
+            found.append(int(path.name))
+    return found
