@@ -269,8 +269,15 @@ class Stepper:
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
-        """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks."""
-        return gather_to_main({fqn: gather(parameter) for fqn, parameter in self._parameters.items()}, self.context)
+        """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks. A device holds one whole
+        weight at a time, and one rank of each stage keeps a copy."""
+        keeps = self.context.dp_rank == self.context.tp_rank == 0
+        weights: dict[str, Tensor] = {}
+        for fqn, parameter in self._parameters.items():
+            whole = gather(parameter)
+            if keeps:
+                weights[fqn] = whole.detach().to("cpu", copy=True)
+        return gather_to_main(weights, self.context)
 
     def _initialise(self) -> None:
         for fqn, parameter in self._parameters.items():

@@ -129,17 +129,17 @@ def _output_shape(spec: ModelSpec, plan: Plan, policy: PrecisionPolicy, sequence
 
 
 def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
-    """Whole weights of every stage on the CPU of rank 0; empty on the other ranks.
+    """Whole weights of every stage on rank 0; empty on the other ranks.
 
     Args:
-        weights: Whole weights of this rank's stage, the same on every rank of it.
+        weights: Whole weights of this rank's stage, on the CPU; needed on the first rank of each stage alone.
     """
-    mine = {fqn: weight.detach().to("cpu", copy=True) for fqn, weight in weights.items()}
-    if not context.has_axis("pp"):
-        return mine if context.is_main else {}
-    group = context.axis("pp").get_group()
     if context.dp_rank or context.tp_rank:
         return {}
+    mine = dict(weights)
+    if not context.has_axis("pp"):
+        return mine
+    group = context.axis("pp").get_group()
     shapes: list[Any] = [None] * context.plan.pp
     dist.all_gather_object(shapes, {fqn: (tuple(w.shape), w.dtype) for fqn, w in mine.items()}, group=group)
     gathered = dict(mine) if context.is_main else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +153,20 @@ def test_full_weights_are_a_copy() -> None:
     kept = {fqn: weight.clone() for fqn, weight in weights.items()}
     train(runner, 1)
     assert all(torch.equal(weights[fqn], kept[fqn]) for fqn in kept)
+
+
+def test_one_whole_weight_at_a_time_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[weakref.ref[Tensor]] = []
+
+    def gather(split: Tensor) -> Tensor:
+        assert sum(whole() is not None for whole in gathered) <= 1
+        whole = split.clone()
+        gathered.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr("engine.step.gather", gather)
+    runner = stepper()
+    assert runner.full_weights().keys() == dict(runner.parts[0].named_parameters()).keys()
 
 
 def test_bf16_keeps_fp32_masters() -> None:
