@@ -143,7 +143,7 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
     data = absolute_paths(data, folder)
     notes: list[str] = []
     if isinstance(data.get("model"), str):
-        data["model"] = load_model(folder / data["model"]).to_data()
+        data["model"] = load_model(data["model"]).to_data()
     workload, hyper, plan = data.get("workload"), data.get("hyperparameters"), data.get("plan")
     if isinstance(workload, dict) and isinstance(workload.get("total_tokens"), str):
         workload["total_tokens"] = parse_tokens(workload["total_tokens"], what="workload.total_tokens")
@@ -161,23 +161,27 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
 
 
 def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy in which the corpus, tokenizer and weights named relative to the file's ``folder`` are absolute, so that
-    the run can be started from anywhere. Names that stand for something built in stay."""
+    """A copy in which the model, corpus, tokenizer, weights and checkpoint named relative to the file's ``folder`` are
+    absolute, so that the run can be started from anywhere. Names that stand for something built in stay."""
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     base = folder.absolute()
 
     def absolute(value: Any, builtin: str | None) -> Any:
         return value if not isinstance(value, str) or value == builtin else str(base / Path(value).expanduser())
 
-    workload, runtime = data.get("workload"), data.get("runtime")
+    if "model" in data:
+        data["model"] = absolute(data["model"], None)
+    workload = data.get("workload")
     if isinstance(workload, dict) and isinstance(workload.get("data"), dict):
         corpus = workload["data"] = dict(workload["data"])
         if isinstance(corpus.get("paths"), list):
             corpus["paths"] = [absolute(path, "python-stdlib") for path in corpus["paths"]]
         if "tokenizer" in corpus:
             corpus["tokenizer"] = absolute(corpus["tokenizer"], "bytes")
-    if isinstance(runtime, dict) and "init_from" in runtime:
-        runtime["init_from"] = absolute(runtime["init_from"], None)
+    for section, key in (("runtime", "init_from"), ("branch", "checkpoint")):
+        values = data.get(section)
+        if isinstance(values, dict) and key in values:
+            values[key] = absolute(values[key], None)
     return data
 
 

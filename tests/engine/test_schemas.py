@@ -9,7 +9,7 @@ from engine.errors import UserError
 from engine.plan import Plan, plan_table
 from engine.schema import parse
 from engine.spec import Hyperparameters, ModelSpec, MoESpec, Workload
-from engine.yaml_file import parse_yaml
+from engine.yaml_file import dump_yaml, parse_yaml
 
 pytestmark = pytest.mark.unit
 
@@ -83,6 +83,21 @@ def test_relative_paths_are_taken_from_the_files_folder(tmp_path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(dump_run(make_run()).replace("- python-stdlib", "- corpus\n    - python-stdlib"))
     assert load_run(path)[0].workload.data.paths == (str(tmp_path / "corpus"), "python-stdlib")
+    branch = {"checkpoint": "old/step-1", "num_steps": 1, "learning_rate_scale": 1.0}
+    path.write_text(dump_run(make_run(branch=branch, runtime={"init_from": "weights"})))
+    run = load_run(path)[0]
+    assert (run.branch.checkpoint, run.runtime.init_from) == (str(tmp_path / "old/step-1"), str(tmp_path / "weights"))
+
+
+def test_a_model_is_found_beside_the_file_or_at_home(tmp_path, monkeypatch) -> None:
+    run = make_run()
+    (tmp_path / "model.yaml").write_text(dump_yaml(run.model.to_data()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "runs" / "run.yaml"
+    path.parent.mkdir()
+    for name in ("../model.yaml", "~/model.yaml"):
+        path.write_text(dump_yaml(run.to_data() | {"model": name}))
+        assert load_run(path)[0].model == run.model
 
 
 def test_a_changed_copy_is_validated() -> None:
