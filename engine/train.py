@@ -134,15 +134,20 @@ class Program:
 
     def _check(self, config: RunConfig, notes: list[str]) -> None:
         """Read all that a start would read, prepare the corpus, and print what was found."""
+        from engine.checkpoint.hf_weights import import_weights
         from engine.data.corpus import prepare_corpus
+        from engine.step import enlarge_vocabulary
 
         corpus = prepare_corpus(config.workload.data)
+        spec = enlarge_vocabulary(config.model, config.plan, corpus.vocab_size)
+        if config.runtime.init_from:
+            import_weights(Path(config.runtime.init_from), spec)  # compares names and shapes, reads none
         found = {
             "corpus_hash": corpus.hash,
             "num_documents": corpus.num_documents,
             "num_bytes": corpus.num_bytes,
             "vocab_size": corpus.vocab_size,
-            "num_parameters": parameter_counts(config.model).total,
+            "num_parameters": parameter_counts(spec).total,
             "notes": notes,
         }
         lines = [json.dumps(found)] if self._arguments.json else [f"{key}: {value}" for key, value in found.items()]

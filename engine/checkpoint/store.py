@@ -80,9 +80,9 @@ class Checkpoint:
 
 
 def identity_of(config: RunConfig, corpus_hash: str) -> dict[str, Any]:
-    """What makes two runs one: everything that changes the result, and nothing else (so neither plan nor folder)."""
+    """What makes two runs one: everything that changes the result, and nothing else (so no plan, folder or name)."""
     return {
-        "model": config.model.to_data(),
+        "model": config.model.model_dump(mode="json", exclude={"schema_version", "name", "family"}),
         "hyperparameters": config.hyperparameters.to_data(),
         "sequence_length": config.workload.sequence_length,
         "total_tokens": config.workload.total_tokens,

@@ -212,6 +212,7 @@ def test_checkpoint_of_another_run_is_refused_with_the_difference(
     assert "hint:" in message
     assert "Traceback" not in message
     outcome = outcome_of(tmp_path)
+    assert train(tiny_run(corpus, model={"name": "renamed"}), tmp_path, "--quiet") == 0
     assert outcome.kind == "ok", "a refused start leaves a finished run's result alone"
 
 
@@ -343,6 +344,20 @@ def test_progress_and_json(corpus: Path, tmp_path: Path, capsys: pytest.CaptureF
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["kind"] == "ok"
     assert outcome["num_steps"] == NUM_STEPS
+
+
+def test_check_tells_what_a_start_would_find(
+    corpus: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tiny_run(corpus, model={"vocab_size": 100}, runtime={"init_from": str(tmp_path / "hf")})
+    assert train(small, tmp_path, "--check") == 2
+    assert "there are no weights at" in capsys.readouterr().err
+    small = small.changed(runtime=small.runtime.changed(init_from=None))
+    assert train(small, tmp_path, "--check", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["vocab_size"] == 257
+    assert told["num_parameters"] == outcome_of(whole).num_parameters - 2 * 16  # two rows of 16 fewer, and no more
+    assert not (tmp_path / "outcome.json").exists()
 
 
 def test_evaluate_only_writes_nothing(corpus: Path, whole: Path, tmp_path: Path) -> None:
