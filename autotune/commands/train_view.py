@@ -54,7 +54,7 @@ class TrainView:
 
     def say(self, text: str) -> None:
         """One line."""
-        self._console.print(escape(text))
+        self._console.print(escape(text), soft_wrap=True)
 
     def update(self, records: Sequence[StepRecord | EventRecord | AckRecord]) -> None:
         """Take in new telemetry, and what the retuner wrote meanwhile."""
@@ -77,9 +77,12 @@ class TrainView:
         told = f"loss {loss}  {rate}  {format_count(speed)} tokens/s"
         if self._task is not None:
             self._progress.update(self._task, completed=step.step, told=told)
-        if not self._live and (step.step >= self._next_line or step.step == self._config.num_steps):
+        every = max(1, self._config.num_steps // LINES_PER_RUN)
+        # A rollback brings the step down: its first line comes at once.
+        is_due = not self._next_line - every <= step.step < self._next_line
+        if not self._live and (is_due or step.step == self._config.num_steps):
             self.say(f"step {step.step}/{self._config.num_steps}  {told}")
-            self._next_line = step.step + max(1, self._config.num_steps // LINES_PER_RUN)
+            self._next_line = step.step + every
 
     def summary(self, result: Mapping[str, Any]) -> None:
         """What came of it, what the retuner did, where everything is, and what to type next."""

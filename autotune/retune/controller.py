@@ -204,14 +204,10 @@ class Controller:
             index=self.memory.num_canaries,
             handicaps={factor: twin.progress_lost(factor, action.num_steps) for factor in action.factors},
         )
-        arms = ", ".join(
-            f"x{one.factor:.3g} {'failed' if one.difference is None else format(one.difference, '+.4f')}"
-            for one in comparisons
-        )
         self._write(
             "canary",
-            f"forks of {action.num_steps} steps from step {checkpoint.step} against the present rate: {arms} nats"
-            f" ({cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)})",
+            f"forks of {action.num_steps} steps from step {checkpoint.step} against the present rate:"
+            f" {_told(comparisons, results)} ({cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)})",
             {
                 "action": "learning_rate",
                 "num_steps": action.num_steps * (len(action.factors) + (action.origin == "here")),
@@ -252,8 +248,8 @@ class Controller:
         last = min(adopted.step + length, self._live.step)
         self._decide(
             proposal,
-            f"the run goes on from a slower start: step {adopted.step},"
-            f" learning-rate scale {proposal.scale:.4g} -> {scale:.4g}",
+            f"the run goes on from a slower start, {max(self._live.step - adopted.step, 0)} steps back, at step"
+            f" {adopted.step}: learning-rate scale {proposal.scale:.4g} -> {scale:.4g}",
             to_scale=scale,
             rungs=round(math.log(factor) / math.log(STEP_UP)),
             undo=undo,
@@ -471,6 +467,16 @@ class Controller:
             {"cpu_seconds": cpu - self._cost_so_far[0], "wall_seconds": wall - self._cost_so_far[1]},
         )
         self._cost_so_far = cpu, wall
+
+
+def _told(comparisons: Sequence[Comparison], results: Sequence[ArmResult]) -> str:
+    """Each arm's difference, and why forks failed."""
+    arms = [
+        f"x{one.factor:.3g} {'failed' if one.difference is None else f'{one.difference:+.4f} nats'}"
+        for one in comparisons
+    ]
+    reasons = dict.fromkeys(f"{one.outcome}: {one.detail}" for one in results if one.outcome != "ok")
+    return "; ".join([", ".join(arms), *reasons])
 
 
 def _answer(ack: AckRecord | None) -> str:
