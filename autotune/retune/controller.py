@@ -204,10 +204,11 @@ class Controller:
             index=self.memory.num_canaries,
             handicaps={factor: twin.progress_lost(factor, action.num_steps) for factor in action.factors},
         )
+        took = f"{cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)}"
         self._write(
             "canary",
             f"forks of {action.num_steps} steps from step {checkpoint.step} against the present rate:"
-            f" {_told(comparisons, results)} ({cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)})",
+            f" {_told(comparisons, results)} ({took})",
             {
                 "action": "learning_rate",
                 "num_steps": action.num_steps * (len(action.factors) + (action.origin == "here")),
