@@ -22,12 +22,10 @@ class RuleContext:
     Args:
         model: The architecture, with the vocabulary it is trained with.
         num_devices: Devices there are; None when unknown.
-        dropout: The hyperparameter of that name.
     """
 
     model: ModelSpec
     num_devices: int | None = None
-    dropout: float = 0.0
 
 
 Violated = Callable[[RuleContext, PlanTable], "np.ndarray | bool"]

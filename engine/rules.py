@@ -57,7 +57,7 @@ def check_run(config: RunConfig, num_devices: int | None = None) -> None:
     Raises:
         RuleError: Every broken rule with its numbers and the nearest legal values; ``rule`` is the first one's id.
     """
-    context = RuleContext(config.model, num_devices, config.hyperparameters.dropout)
+    context = RuleContext(config.model, num_devices)
     table = plan_table([(config.plan, config.hyperparameters.global_batch_size, config.workload.sequence_length)])
     broken = [rule_id for rule_id, flags in violations(context, table).items() if flags[0]]
     if broken:

@@ -233,13 +233,6 @@ _PLAN_RULES = (
         "tied embeddings over pipeline stages (pp {r.pp})",
         "set pp to 1, or model.tied_embeddings to false",
     ),
-    _plan_rule(
-        "dropout_tp",
-        "dropout is off with tensor parallelism",
-        lambda c, t: (t["tp"] > 1) & (c.dropout > 0),
-        "dropout {c.dropout:g} with tensor parallelism (tp {r.tp})",
-        "set dropout to 0 or tp to 1",
-    ),
 )
 
 

@@ -237,7 +237,7 @@ class _Builder:
             self._fail("nothing is searched", "give at least one value in 'space' as a list or a range", ("space",))
         constraints = self._constraints(raw.get("constraints"))
 
-        context = RuleContext(model, cluster.num_devices, dropout=float(fixed.get("hyperparameters.dropout", 0.0)))
+        context = RuleContext(model, cluster.num_devices)
         values = self._facts | default_values() | fixed
         discrete = [
             d

@@ -47,12 +47,11 @@ class Case:
     batch: int = 48
     length: int = 64
     devices: int | None = None
-    dropout: float = 0.0
     others: frozenset[str] = frozenset()
 
     @property
     def context(self) -> RuleContext:
-        return RuleContext(ModelSpec(**(MODEL | self.model)), self.devices, self.dropout)
+        return RuleContext(ModelSpec(**(MODEL | self.model)), self.devices)
 
     @property
     def row(self) -> tuple[Plan, int, int]:
@@ -139,7 +138,6 @@ CASES = [
     Case("engine.kv_replication", {"tp": 8}),
     Case("engine.vocab_padding", {"tp": 2}, {"vocab_size": 257}),
     Case("engine.tied_pp", {"pp": 2}, {"tied_embeddings": True}),
-    Case("engine.dropout_tp", {"tp": 2}, dropout=0.1),
 ]
 
 LEGAL = [
@@ -151,7 +149,7 @@ LEGAL = [
     Case("", {"schedule": "gpipe"}),
     Case("", {"recompute": "every_k", "recompute_period": 4, "precision": "bf16"}),
     Case("", model={"sliding_window": 64}),
-    Case("", model={"tied_embeddings": True, "positions": "learned", "max_positions": 64}, dropout=0.1),
+    Case("", model={"tied_embeddings": True, "positions": "learned", "max_positions": 64}),
 ]
 
 
@@ -224,7 +222,7 @@ MODELS = st.sampled_from(
 @settings(max_examples=40, deadline=None)
 @given(MODELS, st.lists(st.tuples(PLANS, st.integers(1, 64), st.sampled_from([32, 48, 60])), min_size=1, max_size=8))
 def test_a_table_gives_what_its_rows_give_alone(model: dict[str, Any], rows: list[tuple[Plan, int, int]]) -> None:
-    context = RuleContext(ModelSpec(**(MODEL | model)), num_devices=16, dropout=0.1)
+    context = RuleContext(ModelSpec(**(MODEL | model)), num_devices=16)
     whole = violations(context, plan_table(rows))
     for index, row in enumerate(rows):
         alone = violations(context, plan_table([row]))

@@ -52,6 +52,8 @@ EQUAL_TWO = [
     equal("tp2-sp-gpt2", {"tp": 2, **SP}, "gpt2"),
     equal("tp2-moe", {"tp": 2}, "moe"),
     equal("tp2-sp-moe", {"tp": 2, **SP}, "moe"),
+    # The draws are those of one process where the micro-batch is, too: every rank drops the same of what all hold.
+    Case("tp2-dropout", {"tp": 2, "micro_batch_size": 12, **FULL}, hyperparameters=SGD | {"dropout": 0.3}),
     equal("pp2", {"pp": 2}),
     equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [1, 2], "recompute": "every_k", "recompute_period": 2}),
     equal("pp2-gpt2", {"pp": 2, "micro_batch_size": 1}, "gpt2-untied"),
