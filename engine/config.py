@@ -185,6 +185,11 @@ def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     return data
 
 
+def start_from(config: RunConfig, weights: Path) -> RunConfig:
+    """The run, begun with Hugging Face weights: a folder or a ``.safetensors`` file, relative to where we are."""
+    return config.changed(runtime=config.runtime.changed(init_from=str(weights.expanduser().absolute())))
+
+
 def load_run(path: str | Path) -> tuple[RunConfig, list[str]]:
     """Read and validate a run file.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from engine.atomic import make_folder
-from engine.config import RunConfig, load_run
+from engine.config import RunConfig, load_run, start_from
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.failures import Interrupted, classify, describe
 from engine.flops import parameter_counts
@@ -56,6 +56,7 @@ class Arguments:
     evaluate_only: bool
     check: bool
     export: Path | None
+    init_from: Path | None
     json: bool
     quiet: bool
 
@@ -72,6 +73,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     parser.add_argument(
         "--check", action="store_true", help="only read the run file and the data, and say what they are"
     )
+    parser.add_argument("--init-from", type=Path, metavar="WEIGHTS", help="begin with these Hugging Face weights")
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="write Hugging Face safetensors there at the end")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON and nothing else")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
@@ -80,7 +82,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         sys.exit(USER_ERROR_EXIT_CODE)
     given = parser.parse_args(argv)
     folder = (given.folder or given.run.parent).absolute()
-    return Arguments(given.run, folder, given.evaluate_only, given.check, given.export, given.json, given.quiet)
+    return Arguments(
+        given.run, folder, given.evaluate_only, given.check, given.export, given.init_from, given.json, given.quiet
+    )
 
 
 class Program:
@@ -109,6 +113,8 @@ class Program:
     def _run(self) -> int:
         arguments = self._arguments
         config, notes = load_run(arguments.run)
+        if arguments.init_from:
+            config = start_from(config, arguments.init_from)
         check_run(config)
         if arguments.export:
             to_hf_config(config.model)  # refuses what can't be exported now, not after the training

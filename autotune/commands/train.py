@@ -33,6 +33,7 @@ def command(
     nproc_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each machine.")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of machine 0, where all meet.")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="Names the meeting. [default: the job's name]")] = None,
+    init_from: Annotated[Path | None, typer.Option(help="Begin with these Hugging Face weights.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = False,
     mlflow: Annotated[str | None, typer.Option(metavar="URI", help="Send metrics to this MLflow server too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
@@ -41,10 +42,12 @@ def command(
     from autotune.commands.train_view import TrainView
     from autotune.retune.job import finished, only_supervisor, open_job
     from autotune.retune.supervisor import Supervisor
-    from engine.config import load_run
+    from engine.config import load_run, start_from
     from engine.units import parse_interval
 
     config, notes = load_run(run)
+    if init_from is not None:
+        config = start_from(config, init_from)
     config = _with_options(config, start_lr_scale, tensorboard, mlflow)
     if retune_every is not None:
         parse_interval(retune_every)

@@ -353,6 +353,8 @@ def test_check_tells_what_a_start_would_find(
     assert train(small, tmp_path, "--check") == 2
     assert "there are no weights at" in capsys.readouterr().err
     small = small.changed(runtime=small.runtime.changed(init_from=None))
+    assert train(small, tmp_path, "--check", "--init-from", str(tmp_path / "elsewhere")) == 2
+    assert "elsewhere" in capsys.readouterr().err
     assert train(small, tmp_path, "--check", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["vocab_size"] == 257
