@@ -12,21 +12,22 @@ from engine.atomic import make_folder, write_text
 from engine.config import RunConfig, dump_run, load_run
 from engine.errors import UserError
 from engine.outcome import Outcome, read_outcome
+from engine.telemetry import TELEMETRY_FILE
 
 RUN_FILE = "run.yaml"
 
 
 def open_job(folder: Path, config: RunConfig) -> bool:
-    """Make the job's folder, or find it again.
+    """Make the job's folder, or find it again. A job that has never trained a step takes a corrected run file.
 
     Returns:
-        Whether the job was there before.
+        Whether the job had begun before.
 
     Raises:
-        UserError: It was there with another configuration; the difference is told.
+        UserError: It had begun with another configuration; the difference is told.
     """
     path = folder / RUN_FILE
-    if not path.exists():
+    if not (folder / TELEMETRY_FILE).exists():
         make_folder(folder)
         write_text(path, dump_run(config))
         return False

@@ -131,3 +131,17 @@ def test_options_that_do_not_fit_are_told(
     assert message in told
     assert "hint:" in told
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_never_began_takes_a_corrected_run_file(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, empty = tmp_path / "run.yaml", tmp_path / "empty"
+    empty.mkdir()
+    arguments = ["train", str(run), "--runs-dir", str(tmp_path / "runs"), "--json"]
+    run.write_text(dump_run(tiny_run(empty, 4)))
+    assert cli.main(arguments) == 2
+    assert str(empty) in capsys.readouterr().err
+    run.write_text(dump_run(tiny_run(text, 4)))
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"]["num_steps"] == 4
