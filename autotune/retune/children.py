@@ -13,8 +13,8 @@ from typing import IO
 import engine
 from autotune.study import launch
 
-LOW_PRIORITY = 10
-"""Nice value of what runs on the same cores as the job: it yields to the job."""
+LOW_PRIORITY = 5
+"""Nice value of what runs on the same cores as the job: it yields to the job, yet ends while there is time to use it."""
 
 
 def start_child(
