@@ -81,8 +81,8 @@ class Result:
         killed = ", ".join(f"{count} times {name}" for name, count in sorted(victims.items()))
         return [
             f"{len(self.kills)} kills with SIGKILL ({killed}), {self.num_driver_starts} starts of the driver.",
-            f"{self.num_trials} trials of {self.num_trials_asked} asked, outcomes: {outcomes}; {self.num_orphans} processes"
-            f" left; at most {max(self.attempts, default=0)} starts of one trial.",
+            f"{self.num_trials} trials of {self.num_trials_asked} asked, outcomes: {outcomes};"
+            f" {self.num_orphans} processes left; at most {max(self.attempts, default=0)} starts of one trial.",
         ]
 
 
@@ -115,6 +115,8 @@ def kill_sweep(
         moment = time.monotonic() + rng.uniform(0.0, longest_seconds)
         while driver.poll() is None and (is_last_run or time.monotonic() < moment):
             time.sleep(0.02)
+        if driver.returncode:
+            raise SystemExit(f"the sweep ended by itself with exit code {driver.returncode}")
         if driver.returncode is not None and is_last_run:
             break
         if driver.returncode is None:
