@@ -14,7 +14,7 @@ import engine
 from autotune.study import launch
 
 LOW_PRIORITY = 5
-"""Nice value of what runs on the same cores as the job: it yields to the job, yet ends while there is time to use it."""
+"""Nice value of what runs on the same cores as the job: it yields, yet ends while its result is of use."""
 
 
 def start_child(
