@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
-import engine
 from autotune.study import launch
+from autotune.study.preflight import engine_environment
 
 LOW_PRIORITY = 5
 """Nice value of what runs on the same cores as the job: it yields, yet ends while its result is of use."""
@@ -37,13 +36,7 @@ def start_child(
         death_signal: What it is sent when this process dies.
     """
     launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), str(int(death_signal))]
-    root = str(Path(engine.__file__).parents[1])
-    environment = os.environ | {
-        "PYTHONSAFEPATH": "1",  # a user's own folder named engine must not stand in for ours
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        "OMP_NUM_THREADS": str(num_threads),
-    }
+    environment = engine_environment() | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(num_threads)}
     child = subprocess.Popen(
         [*launcher, ",".join(map(str, cores)) or "-", *command],
         env=environment,
