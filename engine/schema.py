@@ -79,13 +79,22 @@ def explain(
     messages: list[str] = []
     hints: list[str] = []
     first_path: tuple[str | int, ...] | None = None
-    for problem in error.errors(include_url=False):
+    problems = error.errors(include_url=False)
+    meant = {
+        (*problem["loc"][:-1], name)
+        for problem in problems
+        if problem["type"] == "extra_forbidden"
+        for name in _nearest(problem["loc"], schema)
+    }
+    for problem in problems:
+        if problem["type"] == "missing" and problem["loc"] in meant:
+            continue  # it is there, misspelt
         full = (*path, *problem["loc"])
         first_path = first_path or full
         name = ".".join(str(part) for part in full) or schema.__name__
         if problem["type"] == "extra_forbidden":
             allowed = _fields_at(schema, problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), allowed, n=1)
+            close = _nearest(problem["loc"], schema)
             messages.append(f"unknown key '{name}'")
             hints.append(f"did you mean '{close[0]}'?" if close else f"allowed keys: {', '.join(allowed)}")
         elif problem["type"] == "missing":
@@ -103,6 +112,11 @@ def explain(
         hint="; ".join(dict.fromkeys(hints)) or "correct the value and run the same command again",
         where=document.where(first_path or path) if document else None,
     )
+
+
+def _nearest(loc: tuple[str | int, ...], schema: type[BaseModel]) -> list[str]:
+    """The allowed key that an unknown one at ``loc`` was probably meant to be; empty when none is near."""
+    return difflib.get_close_matches(str(loc[-1]), _fields_at(schema, loc[:-1]), n=1)
 
 
 def _fields_at(schema: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
