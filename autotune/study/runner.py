@@ -71,9 +71,9 @@ def engine_command(config: RunConfig, folder: Path) -> list[str]:
     world = config.plan.world_size
     if world == 1:
         return [sys.executable, "-P", *program]
-    return [
-        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *program,
-    ]  # fmt: skip
+    launch = ["--standalone", f"--nproc-per-node={world}"]
+    launch.append(f"--log-dir={os.devnull}")  # else each launch makes a folder in /tmp, which stays when it is killed
+    return [sys.executable, "-P", "-m", "torch.distributed.run", *launch, *program]
 
 
 def run_trial(

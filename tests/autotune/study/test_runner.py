@@ -166,6 +166,7 @@ def test_runs_in_threads_at_the_same_time(tmp_path: Path) -> None:
 def test_several_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
     command = engine_command(CONFIG.changed(plan=Plan(dp_shard=2)), tmp_path)
     assert "--nproc-per-node=2" in command
+    assert "--log-dir=/dev/null" in command  # leaves nothing in the temporary folder
     assert command[:3] == [sys.executable, "-P", "-m"]
 
 
