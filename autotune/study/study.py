@@ -262,7 +262,8 @@ class Study:
         return self._keeper.is_lost(number)
 
     def plan_repeats(self, number: int, count: int) -> None:
-        """Have ``ask`` hand out repeats of a trial with other seeds, until the study has ``count`` of them."""
+        """Have ``ask`` hand out repeats of a trial with other seeds, until the study has ``count`` of them, and nothing
+        new (a budget of time alone would never end)."""
         self._repeats = (number, count)
 
     def stop_requested(self) -> bool:
@@ -282,7 +283,8 @@ class Study:
             return taken
         while True:
             trials = self._table.all()
-            if self.num_trials is not None and _num_counted(trials) >= self.num_trials:
+            is_enough = self.num_trials is not None and _num_counted(trials) >= self.num_trials
+            if is_enough or self._repeats is not None:
                 reason = Nothing.DONE
                 break
             proposal = None if self._is_exhausted else self._propose(trials)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ from engine.spec import Count, CountOrZero, Name
 from engine.yaml_file import dump_yaml, read_yaml
 
 STUDY_FILE = "study.yaml"
+MEMORY_KEY = "cluster.memory_bytes"
+MEMORY_TOLERANCE_RATIO = 0.02
+"""A machine says slightly different sizes of its memory after a change of kernel or firmware: it is the same machine."""
 
 
 class StudyFile(Schema):
@@ -77,7 +81,8 @@ def this_environment() -> dict[str, str]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two spaces, one line for each key: added, removed, changed."""
+    """What changed between two spaces, one line for each key: added, removed, changed. Memory of the machines counts as
+    changed beyond ``MEMORY_TOLERANCE_RATIO`` only."""
     before, after = _flat(old), _flat(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
@@ -85,9 +90,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             lines.append(f"removed  {key}: {_text(before[key])}")
         elif key not in before:
             lines.append(f"added    {key}: {_text(after[key])}")
-        elif before[key] != after[key]:
+        elif before[key] != after[key] and not (key == MEMORY_KEY and _about_equal(before[key], after[key])):
             lines.append(f"changed  {key}: {_text(before[key])} -> {_text(after[key])}")
     return lines
+
+
+def _about_equal(before: float, after: float) -> bool:
+    return math.isclose(before, after, rel_tol=MEMORY_TOLERANCE_RATIO)
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from autotune.specs import machine
 from autotune.study.lease import Lease
 from autotune.study.record import record_of
 from autotune.study.study import (
@@ -187,6 +188,18 @@ def test_changed_space_is_refused_with_the_difference(open_study: OpenStudy) -> 
     open_study("s", "budget.trials=9", num_trials=9)
 
 
+def test_memory_that_a_reboot_changes_a_little_is_no_change(
+    open_study: OpenStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 64 * 2**30)
+    open_study(num_trials=4)
+    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 64 * 2**30 - 300 * 2**20)
+    open_study(num_trials=4)
+    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 32 * 2**30)
+    with pytest.raises(UserError, match=r"changed  cluster\.memory_bytes"):
+        open_study(num_trials=4)
+
+
 def test_an_interrupted_trial_keeps_number_parameters_and_seed(open_study: OpenStudy) -> None:
     study = open_study(num_trials=3)
     study.tell(asked(study), ok())
@@ -340,6 +353,16 @@ def test_repeats_have_other_seeds_and_do_not_count(open_study: OpenStudy) -> Non
     more = open_study(num_trials=3)
     more.tell(asked(more), ok())
     assert more.ask() is Nothing.DONE
+
+
+def test_repeats_come_alone_when_only_a_time_was_given(open_study: OpenStudy) -> None:
+    study = open_study()
+    study.tell(asked(study), ok())
+    study.plan_repeats(0, 1)
+    repeat = asked(study)
+    assert repeat.repeat_of == 0
+    study.tell(repeat, ok())
+    assert study.ask() is Nothing.DONE
 
 
 def test_other_text_than_before_ends_the_sweep(open_study: OpenStudy) -> None:
