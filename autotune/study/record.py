@@ -22,7 +22,8 @@ from engine.outcome import Outcome
 RECORD_KEY = "record"
 OUTCOME_KEY = "outcome"
 CORPUS_KEY = "corpus_hash"
-"""Attribute of the study."""
+SEARCH_KEY = "search"
+"""Attributes of the study: hash of its text; its space and seed."""
 
 Role = Literal["trial", "repeat", "refused", "cached", "surplus", "abandoned", "claim"]
 """What a number of the storage was used for. ``trial`` and ``repeat`` run. The others never do: ``refused`` broke a

@@ -182,8 +182,14 @@ class Study:
                 )
             url = absolute_url(storage_url) if storage_url else file.storage
             storage = open_database(url) if url else open_journal(folder)
-            write_study_file(folder, file)
-            return cls(folder, file, space, enumeration, storage, num_trials)
+            study = cls(folder, file, space, enumeration, storage, num_trials)
+            try:
+                study._claim_storage()
+                write_study_file(folder, file)
+            except BaseException:
+                study.close()
+                raise
+            return study
 
     def close(self) -> None:
         """Let go of the study. Trials of ours that have no outcome are free for the next driver."""
@@ -277,6 +283,15 @@ class Study:
         """The study now, as plain data."""
         with self._lock:
             return _snapshot(self.folder, self.file, self._storage)
+
+    def _claim_storage(self) -> None:
+        """Make sure that the trials in the storage are of this search (another runs folder may use the database)."""
+        search = {"seed": self.file.seed, **self.file.space}
+        known = self._table.search()
+        if known is None:
+            self._table.set_search(search)
+        elif changes := differences(known, search):
+            raise _changed(self.file.name, changes)
 
     def _next(self) -> Assignment | Nothing:
         if (taken := self._take_over()) is not None:
@@ -544,10 +559,14 @@ def refuse_changes(folder: Path, space: Space, storage_url: str | None, seed: in
     if address is not None and address != file.storage:
         changes.append(f"changed  storage: {file.storage or 'journal'} -> {address}")
     if changes:
-        raise UserError(
-            f"study {file.name!r} was begun with another space:\n  " + "\n  ".join(changes),
-            hint="undo the change to go on with it, or begin another study with --study NAME",
-        )
+        raise _changed(file.name, changes)
+
+
+def _changed(name: str, changes: Sequence[str]) -> UserError:
+    return UserError(
+        f"study {name!r} was begun with another space:\n  " + "\n  ".join(changes),
+        hint="undo the change to go on with it, or begin another study with --study NAME",
+    )
 
 
 def _address(storage_url: str | None) -> str | None:

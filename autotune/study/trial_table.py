@@ -3,6 +3,7 @@ again after a kill."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from autotune.search.bayes import distribution_of
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 from autotune.study.lease import Lease, lease_key
-from autotune.study.record import CORPUS_KEY, OUTCOME_KEY, RECORD_KEY, Record, measured_values
+from autotune.study.record import CORPUS_KEY, OUTCOME_KEY, RECORD_KEY, SEARCH_KEY, Record, measured_values
 from engine.outcome import Outcome
 
 FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
@@ -107,6 +108,16 @@ class TrialTable:
     def dismiss(self, number: int) -> None:
         """Finish a number of which there is nothing to learn."""
         self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def search(self) -> dict[str, Any] | None:
+        """Space and seed of the study as ``set_search`` kept them, None in a new one."""
+        text = self._storage.get_study_user_attrs(self._study_id).get(SEARCH_KEY, "null")
+        search: dict[str, Any] | None = json.loads(text)
+        return search
+
+    def set_search(self, search: Mapping[str, Any]) -> None:
+        """Keep the space and seed beside the trials: a database may be used from several runs folders."""
+        self._storage.set_study_user_attr(self._study_id, SEARCH_KEY, json.dumps(search))
 
     def corpus_hash(self) -> str | None:
         """Hash of the text that the study's trials used, None before the first."""

@@ -393,6 +393,17 @@ def test_all_of_it_works_in_a_database_too(open_study: OpenStudy, tmp_path: Path
     assert [row.outcome.kind for row in rows if row.outcome] == ["ok", "nan", "ok"]
 
 
+def test_a_database_holds_one_search_of_a_name(open_study: OpenStudy, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'studies.db'}"
+    study = open_study("here/s", num_trials=3, storage_url=url)
+    study.tell(asked(study), ok())
+    with pytest.raises(UserError, match=r"changed  workload\.total_tokens"):
+        open_study("there/s", "workload.total_tokens=300k", num_trials=3, storage_url=url)
+    assert not (tmp_path / "studies" / "there" / "s" / "study.yaml").exists()
+    other = open_study("there/s", num_trials=3, storage_url=url)  # the same search goes on from another folder
+    assert asked(other).number == 1
+
+
 def test_unknown_study_names_those_that_exist(open_study: OpenStudy, tmp_path: Path) -> None:
     open_study("known")
     with pytest.raises(UserError, match="no study 'unknown'") as raised:
