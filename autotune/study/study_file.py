@@ -23,7 +23,7 @@ from engine.yaml_file import dump_yaml, read_yaml
 STUDY_FILE = "study.yaml"
 MEMORY_KEY = "cluster.memory_bytes"
 MEMORY_TOLERANCE_RATIO = 0.02
-"""A machine says slightly different sizes of its memory after a change of kernel or firmware: it is the same machine."""
+"""A machine states its memory a little differently after a change of kernel or firmware: it is the same machine."""
 
 
 class StudyFile(Schema):
