@@ -10,7 +10,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import numpy as np
 from engine.errors import UserError
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    # numpy's where Python's own would differ between numbers and columns: at 0 as a divisor, and in large powers.
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: np.true_divide,
+    ast.FloorDiv: np.floor_divide, ast.Mod: np.mod, ast.Pow: np.float_power,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.In: lambda value, options: np.isin(value, options), ast.NotIn: lambda value, options: ~np.isin(value, options),
@@ -35,6 +36,8 @@ class Expression:
     text: str
     names: frozenset[str]
     """Dotted names it reads."""
+    where: str | None = field(default=None, compare=False)
+    """File and line, for messages."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Evaluate.
@@ -44,8 +47,19 @@ class Expression:
 
         Returns:
             bool, or a bool column of length n.
+
+        Raises:
+            UserError: It mixes what can't be mixed, such as a word and a number.
         """
-        return _evaluate(ast.parse(self.text, mode="eval").body, values)
+        try:
+            with np.errstate(all="ignore"):  # a division by 0 is infinite, or 0 among whole numbers
+                return _evaluate(ast.parse(self.text, mode="eval").body, values)
+        except (TypeError, OverflowError) as error:
+            raise UserError(
+                f"the condition {self.text!r} can't be computed: {error}",
+                hint="compare numbers with numbers and words with words",
+                where=self.where,
+            ) from None
 
 
 def parse_expression(text: Any, known: frozenset[str], *, where: str | None = None) -> Expression:
@@ -77,7 +91,7 @@ def parse_expression(text: Any, known: frozenset[str], *, where: str | None = No
                 where=where,
             )
         names.add(name)
-    return Expression(text.strip(), frozenset(names))
+    return Expression(text.strip(), frozenset(names), where)
 
 
 def _operands(node: ast.AST, text: str, allowed: str, where: str | None) -> list[ast.AST]:

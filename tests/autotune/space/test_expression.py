@@ -31,6 +31,23 @@ def test_conditions(text: str, value: bool) -> None:
     assert bool(parse_expression(text, KNOWN)(values)) is value
 
 
+@pytest.mark.parametrize(
+    "text", ["8 / (plan.tp - 1) > 3", "8 % (plan.tp - 1) == 0", "8 // (plan.tp - 1) == 0", "plan.tp ** 99 > devices"]
+)
+def test_zero_divisors_and_large_powers_are_no_special_case(text: str) -> None:
+    expression = parse_expression(text, KNOWN)
+    column = expression({"plan.tp": np.array([1, 2]), "devices": 4})
+    assert column.tolist() == [bool(expression({"plan.tp": tp, "devices": 4})) for tp in (1, 2)]
+
+
+@pytest.mark.parametrize("recompute", ["full", np.array(["full", "none"])])
+@pytest.mark.parametrize("text", ["plan.recompute < 3", "plan.recompute + 1 == 2", "-plan.recompute == 1"])
+def test_words_are_no_numbers(text: str, recompute: str | np.ndarray) -> None:
+    with pytest.raises(UserError, match="can't be computed") as error:
+        parse_expression(text, KNOWN, where="space.yaml:3")({"plan.recompute": recompute})
+    assert error.value.where == "space.yaml:3"
+
+
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=20), st.integers(1, 64))
 def test_a_column_gives_what_its_rows_give(rows: list[tuple[int, int]], devices: int) -> None:
     expression = parse_expression("plan.tp * plan.pp <= devices and (plan.tp in [1, 2, 4] or plan.pp == 1)", KNOWN)
