@@ -17,7 +17,7 @@ from autotune.space.enumerate import Enumeration, enumerate_plans
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.objectives import Objective
 from autotune.space.space import MESH, Budget, Dimension, Space, TrialLimits, default_values
-from autotune.specs.cluster import ClusterSpec, parse_cluster
+from autotune.specs.cluster import ClusterSpec, is_cluster_file, parse_cluster
 from engine.config import EvaluationOptions, RuntimeOptions, absolute_paths
 from engine.errors import UserError
 from engine.hf_config import load_model
@@ -43,6 +43,14 @@ IMPLICIT_CONDITIONS = {
     "hyperparameters.eps": "hyperparameters.optimizer == 'adamw'",
 }
 """Values without effect elsewhere are searched only where these hold."""
+
+DECIDED_BY = {
+    "runtime.seed": "--seed",
+    "runtime.device": "'cluster'",
+    "runtime.threads_per_rank": "'cluster'",
+    "runtime.stop_after_steps": "'workload.total_tokens'",
+}
+"""Settings of a run that a sweep sets itself -> what decides them."""
 
 MERGE_DEPTH = {"space": 2, "workload": 2, "model": 0, "cluster": 0, "objectives": 0}
 """How deep the parts of a section named by ``use`` are replaced one by one (1 for sections not named)."""
@@ -72,7 +80,7 @@ class SpaceFile(Schema):
     limits: Any = None
     """``time``, ``memory`` and ``heartbeat`` of each trial."""
     runtime: Any = None
-    """RuntimeOptions of each trial."""
+    """RuntimeOptions of each trial, but for what the sweep decides (``DECIDED_BY``)."""
     evaluation: Any = None
     """EvaluationOptions of each trial."""
 
@@ -108,8 +116,7 @@ def load_space(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Space, 
     """
     document = _merge(_find(path), overrides)
     file = parse(SpaceFile, document.data, document=document)
-    folder = Path(document.documents[0].source).parent
-    return _Builder(document, file, folder).build(default_name=Path(path).stem)
+    return _Builder(document, file).build(default_name=Path(path).stem)
 
 
 def shipped_spaces() -> list[str]:
@@ -137,8 +144,8 @@ def _find(path: str | Path) -> YamlDocument:
 
 
 def _merge(document: YamlDocument, overrides: Sequence[str]) -> MergedDocument:
-    """The file on top of what it uses, and the overrides on top of the file. The file itself comes first in
-    ``documents`` only for its folder; places are looked up from the last."""
+    """The file on top of what it uses, and the overrides on top of the file. Paths in it are absolute: those of a file
+    are relative to its folder, those of an override to the working folder."""
     layers = [*_used_layers(document, ()), document]
     data: dict[str, Any] = {}
     for layer in layers:
@@ -146,9 +153,10 @@ def _merge(document: YamlDocument, overrides: Sequence[str]) -> MergedDocument:
             raise UserError(
                 "a space file is a mapping of sections", hint="see search_spaces/README.md", where=layer.where()
             )
+        above = _absolute(layer.data, Path(layer.source).parent)
         data = {
             key: _overlay(data.get(key), value, MERGE_DEPTH.get(key, 1)) if key in data else value
-            for key, value in {**data, **layer.data}.items()
+            for key, value in {**data, **above}.items()
         }
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -158,7 +166,16 @@ def _merge(document: YamlDocument, overrides: Sequence[str]) -> MergedDocument:
         value = parse_yaml(text, f"--set {key}").data
         _set(data, parts, value, override)
         layers.append(YamlDocument(value, f"--set {override}", {parts: 1}))
-    return MergedDocument(data, (document, *layers))
+    return MergedDocument(_absolute(data, Path()), tuple(layers))
+
+
+def _absolute(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of a layer whose paths, relative to ``folder``, are absolute."""
+    data = absolute_paths(data, folder)
+    cluster = data.get("cluster")
+    if isinstance(cluster, str) and is_cluster_file(cluster):
+        data["cluster"] = str(folder.absolute() / Path(cluster).expanduser())
+    return data
 
 
 def _used_layers(document: YamlDocument, seen: tuple[str, ...]) -> list[YamlDocument]:
@@ -192,7 +209,7 @@ def _overlay(below: Any, above: Any, depth: int) -> Any:
 
 def _set(data: dict[str, Any], parts: tuple[str, ...], value: Any, override: str) -> None:
     for part in parts[:-1]:
-        below = data.get(part, {})
+        below = data.get(part) or {}
         if not isinstance(below, dict):
             raise UserError(f"--set {override}: {part!r} is not a section", hint="name a key that holds a value")
         data[part] = dict(below)
@@ -203,10 +220,9 @@ def _set(data: dict[str, Any], parts: tuple[str, ...], value: Any, override: str
 class _Builder:
     """Turns the merged file into a Space; holds the document for places in messages."""
 
-    def __init__(self, document: MergedDocument, file: SpaceFile, folder: Path) -> None:
+    def __init__(self, document: MergedDocument, file: SpaceFile) -> None:
         self._document = document
         self._file = file
-        self._folder = folder
         self._notes: list[str] = []
 
     def build(self, default_name: str) -> tuple[Space, Enumeration]:
@@ -214,6 +230,7 @@ class _Builder:
         model = self._model()
         cluster = self._cluster()
         workload = self._workload()
+        objectives = self._objectives()
         raw = self._section("space", file.space, {"plan", "hyperparameters", "constraints"})
         fixed: dict[str, Any] = {}
         dimensions: list[Dimension] = []
@@ -229,7 +246,8 @@ class _Builder:
             )
             for key in sorted(written, key=list(schema.model_fields).index):
                 dimension = self._dimension(f"{section}.{key}", written[key], schema)
-                if isinstance(dimension, Dimension) and dimension.choices() != dimension.values[:1]:
+                is_conditional = isinstance(written[key], dict) and "when" in written[key]
+                if isinstance(dimension, Dimension) and (len(dimension.values) != 1 or is_conditional):
                     dimensions.append(dimension)
                 else:
                     fixed[f"{section}.{key}"] = dimension.values[0] if isinstance(dimension, Dimension) else dimension
@@ -265,14 +283,14 @@ class _Builder:
             model=model,
             cluster=cluster,
             workload=workload,
-            objectives=self._objectives(),
+            objectives=objectives,
             dimensions=tuple(self._ordered(searched)),
             fixed=fixed,
             constraints=tuple(constraints),
             meshes=meshes,
             budget=self._budget(),
             limits=self._limits(),
-            runtime=self._options("runtime", RuntimeOptions, file.runtime),
+            runtime=self._runtime(cluster, objectives),
             evaluation=self._options("evaluation", EvaluationOptions, file.evaluation),
         )
         resolved: dict[str, Any] = {
@@ -284,7 +302,7 @@ class _Builder:
             "objectives": [objective.to_data() for objective in space.objectives],
             "space": raw,
             "limits": file.limits or {},
-            "runtime": space.runtime.to_data(),
+            "runtime": {key: v for key, v in space.runtime.to_data().items() if f"runtime.{key}" not in DECIDED_BY},
             "evaluation": space.evaluation.to_data(),
         }
         return replace(space, data=resolved, notes=tuple(self._notes)), enumeration
@@ -319,7 +337,7 @@ class _Builder:
     def _model(self) -> ModelSpec:
         if isinstance(self._file.model, str):
             try:
-                return load_model(self._folder / Path(self._file.model).expanduser())
+                return load_model(Path(self._file.model))
             except UserError as error:
                 raise UserError(
                     error.message, hint=error.hint, where=error.where or self._document.where(("model",))
@@ -337,7 +355,7 @@ class _Builder:
         return parse(ClusterSpec, self._file.cluster, document=self._document, path=("cluster",))
 
     def _workload(self) -> Workload:
-        data = absolute_paths({"workload": self._file.workload}, self._folder)["workload"]
+        data = self._file.workload
         if isinstance(data, dict):
             data = self._converted("workload", data, {"total_tokens": parse_tokens})
         workload = parse(Workload, data, document=self._document, path=("workload",))
@@ -385,9 +403,20 @@ class _Builder:
             TrialLimits, {names[key]: value for key, value in data.items()}, document=self._document, path=("limits",)
         )
 
+    def _runtime(self, cluster: ClusterSpec, objectives: tuple[Objective, ...]) -> RuntimeOptions:
+        runtime = self._options("runtime", RuntimeOptions, self._file.runtime)
+        for key in self._file.runtime or {}:
+            if f"runtime.{key}" in DECIDED_BY:
+                decider = DECIDED_BY[f"runtime.{key}"]
+                self._fail(f"'runtime.{key}' is decided by {decider} in a sweep", f"use {decider}", ("runtime", key))
+        if not runtime.measure_memory and cluster.device == "cpu" and any(o.name == "memory" for o in objectives):
+            self._fail(
+                "the objective 'memory' needs runtime.measure_memory", "leave one out", ("runtime", "measure_memory")
+            )
+        return runtime
+
     def _options(self, name: str, schema: type[SchemaT], value: Any) -> SchemaT:
-        data = absolute_paths({name: value or {}}, self._folder)[name]
-        return parse(schema, data, document=self._document, path=(name,))
+        return parse(schema, value or {}, document=self._document, path=(name,))
 
     def _constraints(self, written: Any) -> list[Expression]:
         path: KeyPath = ("space", "constraints")
@@ -487,7 +516,9 @@ class _Builder:
             texts.append(parse_expression(written, self._known, where=self._document.where(path)).text)
         if not texts:
             return None
-        return parse_expression(" and ".join(f"({text})" for text in texts), self._known)
+        return parse_expression(
+            " and ".join(f"({text})" for text in texts), self._known, where=self._document.where(path)
+        )
 
     def _ordered(self, dimensions: list[Dimension]) -> list[Dimension]:
         """Each dimension after those that its condition reads."""

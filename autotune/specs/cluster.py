@@ -134,7 +134,7 @@ def parse_cluster(text: str) -> ClusterSpec:
     text = text.strip()
     if text == "local":
         return probe_cluster()
-    if re.search(r"[/\\]|\.(ya?ml|json)$", text):
+    if is_cluster_file(text):
         document = read_yaml(text)
         return parse(ClusterSpec, document.data, document=document)
     if text == "cpu" or text.startswith("cpu:"):
@@ -146,6 +146,11 @@ def parse_cluster(text: str) -> ClusterSpec:
     if not devices or not nodes:
         raise UserError(f"a cluster needs at least one device, got {text!r}", hint="example: h100x8:64 (64 nodes of 8)")
     return _catalogue_cluster(f"{kind}x{devices}-{nodes}", kind, devices, nodes)
+
+
+def is_cluster_file(text: str) -> bool:
+    """Whether a cluster as people name it is the path of a file."""
+    return re.search(r"[/\\]|\.(ya?ml|json)$", text.strip()) is not None
 
 
 def _parse_cpu(text: str) -> ClusterSpec:

@@ -7,6 +7,7 @@ import pytest
 
 from autotune.space.grammar import load_space, shipped_spaces
 from autotune.space.space import MESH
+from autotune.specs.cluster import parse_cluster
 from engine.errors import UserError
 from engine.plan import Plan
 from engine.yaml_file import dump_yaml
@@ -78,6 +79,22 @@ def test_a_value_without_effect_is_not_searched(tmp_path) -> None:
     assert not space.is_active(decay, {**wsd, "hyperparameters.schedule": "cosine"})
 
 
+def test_a_single_value_with_a_condition_holds_only_there(tmp_path) -> None:
+    text = BASE.replace(
+        "schedule: [cosine, wsd]", "dropout: {values: [0.1], when: hyperparameters.learning_rate > 1e-3}"
+    )
+    space, _ = load_space(
+        write(
+            tmp_path,
+            text.replace("    decay_ratio: {float: [0.1, 0.5], when: hyperparameters.learning_rate > 1e-3}\n", ""),
+        )
+    )
+    dropout = next(d for d in space.dimensions if d.name == "hyperparameters.dropout")
+    assert space.is_active(dropout, {"hyperparameters.learning_rate": 5e-3})
+    assert not space.is_active(dropout, {"hyperparameters.learning_rate": 5e-4})
+    assert "hyperparameters.dropout" not in space.fixed
+
+
 def test_own_constraints_refuse_candidates(tmp_path) -> None:
     text = BASE + "    - hyperparameters.learning_rate * hyperparameters.global_batch_size < 0.1\n"
     space, _ = load_space(write(tmp_path, text))
@@ -115,6 +132,20 @@ def test_shipped_spaces_load(tmp_path, name: str) -> None:
     assert space.dimensions
 
 
+def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("base", "elsewhere"):
+        (tmp_path / folder / "corpus").mkdir(parents=True)
+    (tmp_path / "base" / "machine.yaml").write_text(dump_yaml(parse_cluster("h100x4").to_data()))
+    (tmp_path / "base" / "base.yaml").write_text("cluster: machine.yaml\nworkload: {data: {paths: [corpus]}}\n")
+    text = BASE.replace("cluster: h100x4:1\n", "").replace("[tiny_llama]", "[tiny_llama, base/base.yaml]")
+    space, _ = load_space(write(tmp_path, text))
+    assert space.cluster.device_kind == "h100"
+    assert space.workload.data.paths == (str(tmp_path / "base" / "corpus"),)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    space, _ = load_space(tmp_path / "space.yaml", ["workload.data.paths=[corpus]"])
+    assert space.workload.data.paths == (str(tmp_path / "elsewhere" / "corpus"),)
+
+
 def test_relative_files_are_found_beside_the_space(tmp_path) -> None:
     (tmp_path / "corpus").mkdir()
     text = BASE + "workload: {data: {paths: [corpus], tokenizer: bytes}}\n"
@@ -147,11 +178,20 @@ def test_relative_files_are_found_beside_the_space(tmp_path) -> None:
         ("cluster: h100x4:1", "cluster: h1000x8", "h1000", 2),
         ("cluster: h100x4:1", "budjet: {trials: 3}", "unknown key 'budjet'", 2),
         ("cluster: h100x4:1", "budget: {trials: 0}", "trials", 2),
+        (
+            "cluster: h100x4:1\nobjectives: [speed, quality]",
+            "cluster: cpu:1\nobjectives: [memory]\nruntime: {measure_memory: false}",
+            "needs runtime.measure_memory",
+            4,
+        ),
+        ("cluster: h100x4:1", "runtime: {device: cuda}", "decided by 'cluster'", 2),
+        ("cluster: h100x4:1", "runtime: {stop_after_steps: 3}", "decided by 'workload.total_tokens'", 2),
         ("cluster: h100x4:1", "limits: {time: soon}", "limits.time", 2),
         ("use: [tiny_llama]", "use: [tiny_lama]", "tiny_lama", 1),
         ("use: [tiny_llama]", "use: tiny_llama", "must be a list", 1),
         ("use: [tiny_llama]", "use: [space.yaml]", "circle", 1),
         ("plan.world_size == devices", "plan.world_size > 100", "none of the", 4),
+        ("plan.world_size == devices", "plan.recompute < 3", "can't be computed", 17),
         ("use: [tiny_llama]", "use: []", "'model' is missing", 1),
     ],
 )
