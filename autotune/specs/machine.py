@@ -18,6 +18,7 @@ class Gpu:
     """One NVIDIA device as its driver reports it."""
 
     index: int
+    uuid: str
     name: str
     memory_bytes: int
 
@@ -79,7 +80,7 @@ def nvidia_gpus() -> list[Gpu]:
     for line in done.stdout.splitlines():
         index, uuid, name, mebibytes = (part.strip() for part in line.split(",", 3))
         if mebibytes.isdigit():
-            found[uuid] = Gpu(int(index), name, int(mebibytes) * 2**20)
+            found[uuid] = Gpu(int(index), uuid, name, int(mebibytes) * 2**20)
     return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

@@ -29,6 +29,8 @@ class Devices:
     ids: tuple[int, ...]
     cpus: tuple[int, ...] = ()
     """Logical CPUs that go with them; empty where processes can't be pinned."""
+    visible: str | None = None
+    """``CUDA_VISIBLE_DEVICES`` of the trial; None for devices that it doesn't govern."""
 
 
 class DevicePool:
@@ -41,7 +43,8 @@ class DevicePool:
 
     def __init__(self, cluster: ClusterSpec, lock_folder: Path | None = None) -> None:
         self.num_devices = cluster.num_devices
-        self._kind = cluster.device
+        self._names = _device_names(cluster)
+        self._is_masked = cluster.device == "cuda"
         self._folder = make_folder(lock_folder or Path(tempfile.gettempdir()) / f"paretune-devices-{os.getuid()}")
         self._cpus = _cpus_by_device(cluster)
         self._held: dict[int, int] = {}
@@ -93,16 +96,26 @@ class DevicePool:
                 os.close(handle)
             return None
         self._held |= taken
-        return Devices(tuple(taken), tuple(cpu for device in taken for cpu in self._cpus.get(device, ())))
+        cpus = tuple(cpu for device in taken for cpu in self._cpus.get(device, ()))
+        visible = ",".join(self._names[device] for device in taken) if self._is_masked else None
+        return Devices(tuple(taken), cpus, visible)
 
     def _lock(self, device: int) -> int | None:
-        handle = os.open(self._folder / f"{self._kind}-{device}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(self._folder / f"{self._names[device]}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(handle)
             return None
         return handle
+
+
+def _device_names(cluster: ClusterSpec) -> list[str]:
+    """What each device is called on this machine, whatever part of it ``CUDA_VISIBLE_DEVICES`` shows to this process:
+    the UUIDs of GPUs, which that variable takes too."""
+    if cluster.device == "cpu":
+        return [f"cpu-{device}" for device in range(cluster.num_devices)]
+    return [gpu.uuid for gpu in machine.nvidia_gpus()]
 
 
 def _cpus_by_device(cluster: ClusterSpec) -> dict[int, tuple[int, ...]]:

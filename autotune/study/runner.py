@@ -207,8 +207,8 @@ def _start(
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(config.runtime.threads_per_rank),
     }
-    if devices is not None and config.runtime.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices.ids))
+    if devices is not None and devices.visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices.visible
     launcher = [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), str(int(death_signal)), cpus or "-"]
     return subprocess.Popen(
         [*launcher, *command],

@@ -63,7 +63,7 @@ def test_gpus_that_torch_cannot_use_are_told(
     facts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts |= {"devices": [], "accelerator": None}
-    monkeypatch.setattr(machine, "nvidia_gpus", lambda: [machine.Gpu(0, "NVIDIA H200", 2**37)])
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: [machine.Gpu(0, "GPU-0", "NVIDIA H200", 2**37)])
     check = next(check for check in doctor.diagnose(tmp_path).checks if check.name == "GPUs")
     assert "1 NVIDIA H200, but torch can't use them" in check.detail
     assert "build for CUDA" in check.hint

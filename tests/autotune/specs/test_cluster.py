@@ -28,7 +28,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_gpus(monkeypatch: pytest.MonkeyPatch, name: str, *, torch_has_cuda: bool = True) -> None:
-    gpus = [machine.Gpu(index, name, 81559 * 2**20) for index in range(2)]
+    gpus = [machine.Gpu(index, f"GPU-{index}", name, 81559 * 2**20) for index in range(2)]
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: gpus)
     monkeypatch.setattr(cluster, "torch_has_cuda", lambda: torch_has_cuda)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from autotune.specs import machine
 from autotune.specs.cluster import ClusterSpec
+from autotune.specs.machine import Gpu
 from autotune.study.devices import DevicePool, Devices
 
 pytestmark = pytest.mark.unit
@@ -31,6 +33,18 @@ def test_devices_and_cpus_are_disjoint(tmp_path: Path) -> None:
     assert set(first.cpus) | set(second.cpus) <= set(os.sched_getaffinity(0))
     one.release(first)
     assert taken(one.acquire(1)).ids == first.ids
+
+
+def test_gpus_are_named_so_that_a_mask_does_not_shift_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(index, f"GPU-{index}", "any", 2**30) for index in range(4)]
+    cluster = ClusterSpec(name="c", device_kind="h100", device="cuda", devices_per_node=2, memory_bytes=2**30)
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: gpus[2:])
+    mine = taken(DevicePool(cluster, tmp_path).acquire(2))
+    assert (mine.ids, mine.visible) == ((0, 1), "GPU-2,GPU-3")
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: gpus[1:3])
+    theirs = DevicePool(cluster, tmp_path)  # shares one GPU with the other pool
+    assert taken(theirs.acquire(1)).visible == "GPU-1"
+    assert theirs.acquire(1, iter([False, True]).__next__) is None
 
 
 def test_another_pool_of_the_machine_waits(tmp_path: Path) -> None:
