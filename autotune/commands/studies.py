@@ -62,13 +62,14 @@ def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
         print(f"no studies in {runs_dir / 'studies'}; begin one with: autotune sweep demo")
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("study", "state", "trials", "feasible", "created", box=None, header_style="dim")
     for summary in summaries:
         asked = f" of {summary.num_asked}" if summary.num_asked is not None else ""
         trials = f"{summary.num_finished}{asked}"
-        table.add_row(summary.name, summary.state, trials, str(summary.num_feasible), summary.created)
+        table.add_row(summary.name, escape(summary.state), trials, str(summary.num_feasible), summary.created)
     Console().print(table)
 
 
@@ -82,9 +83,11 @@ def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
     if as_json:
         print(json.dumps(_data(snapshot), indent=2))
         return
-    from reports.terminal import front_table
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from reports.terminal import front_table
 
     console = Console()
     summary = _summary_of(snapshot)
@@ -93,10 +96,11 @@ def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
     console.print(f"{name}: {summary.state}, created {snapshot.created}", highlight=False)
     outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none yet"
     console.print(f"outcomes: {outcomes}; refused proposals: {refused}", highlight=False)
+    console.print(f"text: {snapshot.corpus_hash or 'not read yet'}", highlight=False)
     labels = [objective.label.lower() for objective in snapshot.objectives]
     trials = Table("trial", "state", "plan", *labels, box=None, header_style="dim")
     for row in snapshot.trials:
-        trials.add_row(str(row.number), _state(row), row.plan, *_values(row, snapshot))
+        trials.add_row(str(row.number), _state(row), row.plan, *map(escape, _values(row, snapshot)))
     console.print(trials)
     console.print(front_table(snapshot))
 

@@ -42,7 +42,9 @@ PLAIN_WIDTH = 140
 
 def command(
     space: Annotated[str, typer.Argument(metavar="SPACE.yaml", help="Space file, or the name of a shipped space.")],
-    study: Annotated[str | None, typer.Option(help="Name of the study. [default: the file's stem]")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="Name of the study. [default: the file's 'name', else its stem]")
+    ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials in total; more extends a study.")] = None,
     time: Annotated[str | None, typer.Option(help="Start no trial after this time, such as 10m.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Trials at a time, on devices of their own.")] = 1,
@@ -64,7 +66,7 @@ def command(
 
     overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
     loaded, enumeration = load_space(space, overrides)
-    folder = study_folder(runs_dir, study or Path(space).stem)
+    folder = study_folder(runs_dir, study or loaded.name)
     if dry_run:
         _print_dry_run(loaded, enumeration, seed or 0, as_json=as_json)
         return
@@ -115,19 +117,22 @@ def check_machine(cluster: ClusterSpec, num_workers: int) -> None:
         UserError: It isn't, or there are more workers than devices.
     """
     from autotune.specs.cluster import probe_cluster
+    from autotune.specs.machine import usable_cpus
 
     if cluster.num_nodes > 1:
         raise UserError(
             f"the cluster {cluster.name} has {cluster.num_nodes} nodes, a sweep's trials run on one machine",
             hint="sweep one node (--cluster local); --dry-run counts candidates for any cluster",
         )
-    if cluster.device != "cpu":
-        here = probe_cluster()
-        if here.device != cluster.device or here.num_devices < cluster.num_devices:
-            raise UserError(
-                f"the cluster {cluster.name} is {cluster.describe()}, this machine is {here.describe()}",
-                hint="run the sweep there, or use --cluster local; --dry-run counts candidates for any cluster",
-            )
+    here = probe_cluster()
+    is_here = here.device == cluster.device and here.num_devices >= cluster.num_devices
+    if cluster.device == "cpu":
+        is_here = cluster.num_devices <= len(usable_cpus())
+    if not is_here:
+        raise UserError(
+            f"the cluster {cluster.name} is {cluster.describe()}, this machine is {here.describe()}",
+            hint="run the sweep there, or use --cluster local; --dry-run counts candidates for any cluster",
+        )
     if num_workers > cluster.num_devices:
         raise UserError(
             f"{num_workers} workers need {num_workers} devices, the cluster has {cluster.num_devices}",
@@ -201,6 +206,7 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
         print(json.dumps(data, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -208,18 +214,18 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
     console.print(f"{space.name}: {objectives}, on {space.cluster.describe()}", highlight=False)
     dimensions = Table("searched", "values", box=None, header_style="dim")
     for dimension in space.dimensions:
-        dimensions.add_row(dimension.name, dimension.describe())
+        dimensions.add_row(dimension.name, escape(dimension.describe()))
     console.print(dimensions)
     console.print(f"\n{enumeration.num_combinations} combinations of plan values, {enumeration.num_legal} are legal")
     counts = Table("removed by", "combinations", box=None, header_style="dim")
     for rule, count in removed.items():
-        counts.add_row(rule, str(count))
+        counts.add_row(escape(rule), str(count))
     console.print(counts)
     console.print("\nthe first candidates")
     for chosen in candidates:
         run = space.candidate(chosen).run
         assert run is not None
-        console.print("  " + _one_line(run.plan.describe(), chosen), highlight=False, soft_wrap=True)
+        console.print("  " + _one_line(run.plan.describe(), chosen), markup=False, highlight=False, soft_wrap=True)
 
 
 def _one_line(plan: str, chosen: dict[str, Any]) -> str:

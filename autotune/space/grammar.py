@@ -62,7 +62,7 @@ class SpaceFile(Schema):
     schema_version: Literal[1] = 1
     """Version of this file format."""
     name: str | None = None
-    """Name of the sweep; the file's stem by default."""
+    """Name of the study, where the command line gives none; the file's stem by default."""
     use: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Files this one builds on, from first to last: names of shipped spaces, or paths ending in .yaml."""
     model: Any
@@ -295,7 +295,6 @@ class _Builder:
         )
         resolved: dict[str, Any] = {
             "schema_version": 1,
-            "name": space.name,
             "model": model.to_data(),
             "cluster": cluster.to_data(),
             "workload": workload.to_data(),

@@ -16,7 +16,11 @@ from rich.console import Console
 
 from autotune.cli import main
 from autotune.commands.sweep_view import SweepView
-from autotune.study.study import load_snapshot
+from autotune.space.grammar import load_space
+from autotune.specs.cluster import ClusterSpec
+from autotune.study.study import Assignment, Study, load_snapshot
+from engine.outcome import Outcome
+from engine.yaml_file import dump_yaml
 
 SPACE = """
 use: [tiny_llama]
@@ -80,6 +84,33 @@ def test_mistakes_end_in_one_message(
     assert message in error
     assert hint in error.partition("hint:")[2]
     assert "Traceback" not in error
+
+
+@pytest.mark.unit
+def test_a_cluster_file_cannot_invent_cpus(space: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ClusterSpec(name="c", device_kind="cpu", device="cpu", devices_per_node=5000, memory_bytes=2**30)
+    (tmp_path / "big.yaml").write_text(dump_yaml(cluster.to_data()))
+    assert main(["sweep", str(space), "--trials", "2", "--cluster", "big.yaml"]) == 2
+    assert "5000 cpu" in capsys.readouterr().err
+
+
+@pytest.mark.unit
+def test_words_of_a_study_are_no_markup(
+    space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condition = "plan.micro_batch_size in [plan.tp]"
+    assert main(["sweep", str(space), "--dry-run", "--set", f'space.constraints=["{condition}"]']) == 0
+    assert f"constraint: {condition}" in capsys.readouterr().out
+
+    loaded, enumeration = load_space(space)
+    study = Study.create_or_open(tmp_path / "runs" / "studies" / "s", loaded, enumeration, num_trials=1)
+    assignment = study.ask()
+    assert isinstance(assignment, Assignment)
+    study.tell(assignment, Outcome(kind="infra", detail="no such file [/bold]", corpus_hash="text"))
+    study.close()
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["studies", "show", "s"]) == 0
+    assert "no such file [/bold]" in capsys.readouterr().out
 
 
 @pytest.mark.unit
