@@ -49,7 +49,7 @@ MIN_SPIKES_FOR_DOWN = 3
 START_RUNGS = -5
 """Rungs by which a slower start is slower."""
 START_RATIO = 0.15
-"""Longest slower start, as a share of the run."""
+"""Steps of a slower start, as a share of the run."""
 YOUNG_RATIO = 0.4
 """A run is young, and may be begun again, in this share of its steps."""
 
@@ -101,7 +101,7 @@ def propose(
     looks_up = direction != "down" and memory.span == FIRST_SPAN and is_allowed(rung_factor(FIRST_SPAN) * twin.scale)
     if early_step is not None and not looks_up and _may_start_slower(twin, memory, early_step, length):
         reason = "the start may have been too fast, which lowering the rate later does not make good"
-        return _learning_rate_proposal(twin, memory, _slower_start(twin, early_step, length), reason)
+        return _learning_rate_proposal(twin, memory, _slower_start(twin, early_step), reason)
     if memory.num_holds > 0 and (proposal := _propose_micro_batch(twin, memory, device_memory_bytes)):
         return proposal
     if looks_up:
@@ -143,15 +143,16 @@ def _may_start_slower(twin: Twin, memory: Memory, early_step: int, length: int) 
     """Whether the run's start may be tried again: once, while it is young and nothing was changed yet."""
     is_young = twin.step <= YOUNG_RATIO * twin.config.num_steps
     is_new = not memory.start_tried and memory.num_changes == 0
-    # Of the longest trial enough must lie after warm-up, where rates differ.
+    # Enough of the trial must lie after warm-up, where rates differ.
     warm_steps = round(START_RATIO * twin.config.num_steps) - max(twin.num_warmup_steps - early_step, 0)
     return is_young and is_new and warm_steps >= length and is_allowed(rung_factor(START_RUNGS) * twin.scale)
 
 
-def _slower_start(twin: Twin, early_step: int, length: int) -> TryLearningRate | None:
-    """The start again at a far lower rate, up to about where the run is now; None while that is not far enough."""
-    num_steps = min(twin.step - early_step, round(START_RATIO * twin.config.num_steps))
-    if num_steps - max(twin.num_warmup_steps - early_step, 0) < length:
+def _slower_start(twin: Twin, early_step: int) -> TryLearningRate | None:
+    """The start again at a far lower rate; None while the run is not far enough. A fast rate is ahead at first: a trial
+    any shorter would let it off."""
+    num_steps = round(START_RATIO * twin.config.num_steps)
+    if twin.step - early_step < num_steps:
         return None
     return TryLearningRate(
         origin="start", factors=(rung_factor(START_RUNGS),), num_steps=num_steps, judged_steps=max(num_steps // 4, 8)

@@ -64,18 +64,18 @@ def test_first_the_rate_is_tried_far_up(make_config: MakeConfig) -> None:
 
 def test_then_a_slower_start_while_the_run_is_young(make_config: MakeConfig) -> None:
     memory = Memory(num_holds=1, span=NEXT_SPAN)
-    young, old = twin_at(make_config(), 150), twin_at(make_config(), 500)
+    young, old = twin_at(make_config(), 160), twin_at(make_config(), 500)
     action = proposed_rates(young, memory, early_step=5)
-    assert (action.origin, action.num_steps, action.anneal_steps) == ("start", 145, 0)
+    assert (action.origin, action.num_steps, action.anneal_steps) == ("start", 150, 0)
     assert action.factors == pytest.approx((0.7**5,))
-    assert propose(twin_at(make_config(), 50), memory, [], early_step=5) is None  # not far enough to tell yet
+    assert propose(twin_at(make_config(), 150), memory, [], early_step=5) is None  # not far enough to tell yet
     later = propose(old, memory, [], early_step=5)
     assert later is not None
     assert not (isinstance(later.action, TryLearningRate) and later.action.origin == "start")
 
 
 def test_a_rate_at_the_upper_limit_is_tried_by_a_slower_start_at_once(make_config: MakeConfig) -> None:
-    assert proposed_rates(twin_at(make_config(), 100, scale=8.0), Memory(), early_step=5).origin == "start"
+    assert proposed_rates(twin_at(make_config(), 160, scale=8.0), Memory(), early_step=5).origin == "start"
 
 
 def test_spikes_speak_against_faster_rates(make_config: MakeConfig) -> None:
