@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from autotune.paths import DEFAULT_RUNS
 from engine.units import format_duration
 
 STUDY = "demo"
@@ -26,7 +27,7 @@ RUN_TOKENS = "1500k"
 def main() -> int:
     """Run the four verbs one after the other; stop at the first that fails."""
     parser = argparse.ArgumentParser(description="Sweep, report, apply and live-retuned training, on this machine.")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where results go")
+    parser.add_argument("--runs-dir", type=Path, default=DEFAULT_RUNS, help="where results go")
     parser.add_argument("--trials", type=int, default=24, help="trials of the sweep")
     options = parser.parse_args()
     runs = options.runs_dir
@@ -48,6 +49,7 @@ def main() -> int:
         if code:
             print(f"\nThe step ended with exit code {code}; the same command goes on where it was.", file=sys.stderr)
             return code
+    where = "" if runs == DEFAULT_RUNS else f" --runs-dir {shlex.quote(str(runs))}"
     print(
         f"""
 ━━ Done in {format_duration(time.monotonic() - start)}
@@ -60,9 +62,12 @@ def main() -> int:
 
 Next:
   open the page in a browser
-  autotune monitor {JOB}                               look at the training
-  autotune sweep demo --trials {2 * options.trials}                     make the same study longer
-  autotune sweep MY_SPACE.yaml --dry-run              your own model, data and machines: see search_spaces/README.md
+  autotune monitor {JOB}{where}
+      look at the training
+  autotune sweep demo --trials {2 * options.trials}{where}
+      make the same study longer
+  autotune sweep MY_SPACE.yaml --dry-run
+      your own model, data and machines: see search_spaces/README.md
 """
     )
     return 0

@@ -133,8 +133,8 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
     front = front_trials(snapshot, bounds)
     on_front = any(other.number == trial.number for other in front)
     size = f"{len(front)} candidate{'s' if len(front) != 1 else ''}"
-    if bounds:
-        size += f" within {_bounds_text(bounds)}"
+    within = f" within {_bounds_text(bounds)}" if bounds else ""
+    size += within
     reasons = {
         "knee": f"It is the knee of the front of {size}: {KNEE_MEANING}.",
         "fastest": f"It is the fastest on the front of {size}.",
@@ -142,7 +142,7 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
         "best": f"It has the lowest held-out loss on the front of {size}.",
     }
     if on_front and len(front) == 1:
-        return ["It is the whole front: no other candidate is better in any objective."]
+        return [f"It is the whole front: no other candidate{within} is better in any objective."]
     lines = [reasons.get(how) or f"It was asked for by its number; it is {'' if on_front else 'not '}on the front."]
     if not trial.feasible:
         lines.append(f"It is beyond the study's own bounds: {'; '.join(_violations(trial, snapshot.objectives))}.")

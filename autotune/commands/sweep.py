@@ -245,7 +245,8 @@ def _print_end(
     if chosen is not None:
         console.print(f"\ntrial {chosen} repeated with other seeds (mean and 95 % interval):", highlight=False)
         for value in _repeats(snapshot, chosen):
-            line = f"  {value.objective.label.lower()}: {value.text} ({value.num_repeats} repeats)"
+            count = f"{value.num_repeats} repeat{'s' if value.num_repeats != 1 else ''}"
+            line = f"  {value.objective.label.lower()}: {value.text} ({count})"
             console.print(line, highlight=False)
     if ending is Nothing.EXHAUSTED:
         console.print("\nevery candidate of the space was tried", highlight=False)

@@ -142,3 +142,8 @@ def test_concessions_are_measured_against_the_extremes(study):
 def test_the_only_candidate_gives_up_nothing():
     study = make_snapshot(1, failure_ratio=0)
     assert "no other candidate is better" in explain(study, pick(study, "knee"), "knee")[-1]
+    bound = Objective(name="memory", bound=1e15)
+    assert (
+        "no other candidate within peak memory at most"
+        in explain(study, pick(study, "knee", [bound]), "knee", [bound])[-1]
+    )
