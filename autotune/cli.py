@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from engine.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from engine.errors import USER_ERROR_EXIT_CODE, UserError
 
 COMMANDS = {
     "sweep": "Run a tuning sweep over layouts and hyperparameters.",
@@ -67,7 +67,7 @@ def _root() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; a user's mistake ends in one message and exit code 2.
+    """Run the command line; a user's mistake ends in one message and exit code 2, Ctrl-C in 130.
 
     Returns:
         The exit code.
@@ -80,9 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR_EXIT_CODE
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
     return 0
 
 

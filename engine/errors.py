@@ -5,9 +5,6 @@ from __future__ import annotations
 USER_ERROR_EXIT_CODE = 2
 """Exit code of any program of ours that ends because of what the user gave it."""
 
-INTERRUPTED_EXIT_CODE = 130
-"""Exit code of a command that was stopped by Ctrl-C."""
-
 
 class UserError(Exception):
     """A mistake that the user can correct. Programs print it as one message with a hint, never as a traceback.
