@@ -192,7 +192,7 @@ def open_database(url: str) -> BaseStorage:
         reason = str(getattr(error, "orig", error)).splitlines()[0]
         raise UserError(
             f"cannot open the storage {hide_password(url)}: {reason}",
-            hint="check that the database runs, that its folder or name exists, and the user's rights; passwords are not"
+            hint="check that the database runs, that its folder or name exists, and its rights; passwords are not"
             " kept with a study: give it in --storage, or where the database's own tools look for it (PGPASSWORD)",
         ) from None
 
