@@ -17,13 +17,19 @@ import numpy as np
 
 from engine.errors import UserError
 
+
+def _is_in(value: Any, options: list[Any]) -> Any:
+    """Whether ``value`` equals one of the options, each of which may be a column too."""
+    return functools.reduce(np.logical_or, [value == option for option in options], False)
+
+
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     # numpy's where Python's own would differ between numbers and columns: at 0 as a divisor, and in large powers.
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: np.true_divide,
     ast.FloorDiv: np.floor_divide, ast.Mod: np.mod, ast.Pow: np.float_power,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.In: lambda value, options: np.isin(value, options), ast.NotIn: lambda value, options: ~np.isin(value, options),
+    ast.In: _is_in, ast.NotIn: lambda value, options: np.logical_not(_is_in(value, options)),
     ast.And: np.logical_and, ast.Or: np.logical_or,
 }  # fmt: skip
 _UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {ast.Not: np.logical_not, ast.USub: operator.neg}
@@ -94,22 +100,28 @@ def parse_expression(text: Any, known: frozenset[str], *, where: str | None = No
     return Expression(text.strip(), frozenset(names), where)
 
 
+def _fits(op: ast.cmpop, right: ast.expr) -> bool:
+    """A list stands to the right of ``in`` and ``not in``, and nowhere else."""
+    return type(op) in _BINARY and isinstance(op, ast.In | ast.NotIn) == isinstance(right, ast.List | ast.Tuple)
+
+
 def _operands(node: ast.AST, text: str, allowed: str, where: str | None) -> list[ast.AST]:
     """The name nodes of an expression; refuses everything outside the language."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
         return []
     if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
         return [node]
-    if isinstance(node, ast.List | ast.Tuple):
-        children: list[ast.AST] = list(node.elts)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+    children: list[ast.AST]
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         children = [node.left, node.right]
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         children = [node.operand]
     elif isinstance(node, ast.BoolOp):
         children = list(node.values)
-    elif isinstance(node, ast.Compare) and all(type(op) in _BINARY for op in node.ops):
-        children = [node.left, *node.comparators]
+    elif isinstance(node, ast.Compare) and all(map(_fits, node.ops, node.comparators)):
+        children = [node.left]
+        for right in node.comparators:
+            children += right.elts if isinstance(right, ast.List | ast.Tuple) else [right]
     else:
         raise UserError(f"{ast.unparse(node)!r} is not allowed in a condition", hint=f"allowed: {allowed}", where=where)
     return [operand for child in children for operand in _operands(child, text, allowed, where)]

@@ -21,6 +21,7 @@ KNOWN = frozenset({"plan.tp", "plan.pp", "plan.recompute", "devices"})
         ("not plan.tp > 2", True),
         ("1 < plan.tp <= 2", True),
         ("plan.tp in [1, 4]", False),
+        ("plan.tp in [plan.pp, 'full']", True),
         ("plan.recompute not in ['none', 'every_k']", True),
         ("devices % plan.tp == 0 and devices // plan.pp == 2", True),
         ("-plan.tp + 2 ** 3 == 6", True),
@@ -50,7 +51,8 @@ def test_words_are_no_numbers(text: str, recompute: str | np.ndarray) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=20), st.integers(1, 64))
 def test_a_column_gives_what_its_rows_give(rows: list[tuple[int, int]], devices: int) -> None:
-    expression = parse_expression("plan.tp * plan.pp <= devices and (plan.tp in [1, 2, 4] or plan.pp == 1)", KNOWN)
+    text = "plan.tp * plan.pp <= devices and (plan.tp in [1, 2, plan.pp] or plan.pp not in [1, 3])"
+    expression = parse_expression(text, KNOWN)
     tp, pp = np.array(rows).T
     columns = expression({"plan.tp": tp, "plan.pp": pp, "devices": devices})
     each = [bool(expression({"plan.tp": int(t), "plan.pp": int(p), "devices": devices})) for t, p in rows]
@@ -62,7 +64,7 @@ def test_a_column_gives_what_its_rows_give(rows: list[tuple[int, int]], devices:
     [
         "__import__('os').system('true')", "plan.tp.real", "(lambda: 1)()", "plan.tp if devices else 1", "devices[0]",
         "f'{devices}'",
-        "plan.tp =", "", "{1: 2}", "[x for x in [1]]", "devices := 3",
+        "plan.tp =", "", "{1: 2}", "plan.tp == [1, 2]", "plan.tp in plan.pp", "[1]", "[x for x in [1]]", "devices := 3",
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(text: str) -> None:
