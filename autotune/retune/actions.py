@@ -32,6 +32,8 @@ class TryLearningRate(Schema):
 
     kind: Literal["learning_rate"] = "learning_rate"
     origin: Literal["here", "start"] = "here"
+    checkpoint: str | None = None
+    """Where forks of a ``start`` leave: near the run's start, or the end of an earlier slower start that caught up."""
     factors: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
     num_steps: Count
     """Steps of each fork."""

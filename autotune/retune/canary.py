@@ -23,6 +23,8 @@ MIN_GAIN_RATIO = 0.003
 MIN_JUDGED_STEPS = 6
 MIN_CORRELATION = 0.6
 """Forks drift apart slowly; how slowly, so few steps can't tell. Less correlation than this is not reckoned with."""
+NEAR_RATIO = 0.02
+"""A fork whose loss is higher by no more than this share is near."""
 MIN_SPEED_UP = 0.02
 """A micro-batch must be faster by at least this share."""
 
@@ -116,6 +118,17 @@ def compare(
     margin = max(_t_quantile(1 - alpha, freedom) * error, MIN_GAIN_RATIO * level)
     accepted = difference + handicap < -margin and float(paired.mean()) < 0
     return Comparison(factor=arm.factor, difference=difference, handicap=handicap, margin=margin, accepted=accepted)
+
+
+def is_catching_up(reference: ArmResult, arm: ArmResult, *, judged_steps: int) -> bool:
+    """Whether a fork that has not won is at most ``NEAR_RATIO`` behind and coming nearer: longer, it might win."""
+    length = min(len(reference.losses), len(arm.losses))
+    base = np.array(reference.losses[:length], dtype=float)
+    behind = np.array(arm.losses[:length], dtype=float) - base
+    if arm.outcome != "ok" or length < 2 * judged_steps:
+        return False
+    before, now = np.nanmean(behind[-2 * judged_steps : -judged_steps]), np.nanmean(behind[-judged_steps:])
+    return bool(now < before and now < NEAR_RATIO * np.nanmean(base[-judged_steps:]))
 
 
 def best_of(comparisons: Sequence[Comparison]) -> Comparison | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -20,18 +21,19 @@ from typing import Any
 import numpy as np
 
 from autotune.retune.actions import STEP_UP, Proposal, Recover, TryLearningRate, TryMicroBatch, describe, ladder
-from autotune.retune.canary import ArmResult, Comparison, best_of, judge, judge_blocks, turns
+from autotune.retune.canary import ArmResult, Comparison, best_of, is_catching_up, judge, judge_blocks, turns
 from autotune.retune.children import LOW_PRIORITY
 from autotune.retune.forks import BRANCHES, ForkRunner
 from autotune.retune.ledger import EntryKind, Ledger, Memory, remember
 from autotune.retune.live import (
+    SLOWER_FOLDER,
     LiveRun,
     RunEndedError,
     RunSickError,
     discard_held_after,
     held_checkpoints,
     hold_checkpoint,
-    step_of,
+    put_aside,
 )
 from autotune.retune.policy import NUM_BLOCKS, HeldCheckpoint, choose_recovery, is_due, propose, trial_steps
 from autotune.twin.health import Finding, FindingKind
@@ -83,6 +85,7 @@ class Controller:
         except RunEndedError:
             if self._live.is_complete():
                 discard_held_after(self._folder, -1)
+                shutil.rmtree(self._folder / SLOWER_FOLDER, ignore_errors=True)
         finally:
             self._write_cost()
 
@@ -114,7 +117,7 @@ class Controller:
             self._live.twin,
             self.memory,
             findings,
-            early_step=held[0].step if held else None,
+            early=held[0] if held else None,
             device_memory_bytes=self._memory_of_a_device(),
         )
         if proposal is None:
@@ -152,33 +155,42 @@ class Controller:
             self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
             return
         try:
-            self._conclude(proposal, action, checkpoint, self._compare(proposal, action, checkpoint))
+            self._conclude(proposal, action, checkpoint)
         finally:
             self._forks.clear()
 
-    def _conclude(
-        self,
-        proposal: Proposal,
-        action: TryLearningRate,
-        checkpoint: HeldCheckpoint,
-        comparisons: Sequence[Comparison],
-    ) -> None:
+    def _conclude(self, proposal: Proposal, action: TryLearningRate, checkpoint: HeldCheckpoint) -> None:
+        results, comparisons = self._compare(proposal, action, checkpoint)
         won = best_of(comparisons)
         if won is None:
+            data = {"action": "learning_rate", "origin": action.origin}
             why = "no rate was better by more than noise"
-            self._hold(proposal, {"action": "learning_rate", "origin": action.origin}, why)
+            if action.origin == "start" and (ended_at := self._catching_up(action, results)):
+                data["slower_start"] = ended_at
+                why = "the slower start is near and catching up: to be gone on with"
+            self._hold(proposal, data, why)
         elif action.origin == "here":
             self._raise_or_lower(proposal, checkpoint, won.factor * proposal.scale)
         else:
             self._adopt(proposal, action, won.factor)
 
+    def _catching_up(self, action: TryLearningRate, results: Sequence[ArmResult]) -> str | None:
+        """Where a slower start that may yet win ended, put aside; None when it won't."""
+        reference, arm = results[0], results[-1]
+        ended_at = self._forks.last_checkpoint(arm.factor)
+        if ended_at is None or not is_catching_up(reference, arm, judged_steps=action.judged_steps):
+            return None
+        return put_aside(ended_at, self._folder / SLOWER_FOLDER).path
+
     def _fork_point(self, proposal: Proposal, action: TryLearningRate) -> HeldCheckpoint | None:
         """The checkpoint that forks leave from, put aside."""
-        if action.origin == "start":
-            return next(iter(held_checkpoints(self._folder)), None)
+        if action.checkpoint is not None:
+            return HeldCheckpoint.at(action.checkpoint) if Path(action.checkpoint).is_dir() else None
         return self._hold_present(f"to try learning rates: {proposal.reason}")
 
-    def _compare(self, proposal: Proposal, action: TryLearningRate, checkpoint: HeldCheckpoint) -> list[Comparison]:
+    def _compare(
+        self, proposal: Proposal, action: TryLearningRate, checkpoint: HeldCheckpoint
+    ) -> tuple[list[ArmResult], list[Comparison]]:
         """Run the forks, judge them, and write down both with the cost."""
         twin = self._live.twin
         speed = twin.step_time()
@@ -198,11 +210,13 @@ class Controller:
             losses = self._losses(checkpoint.step, checkpoint.step + action.num_steps)
             told = tuple(loss if np.isfinite(loss) else None for loss in losses.tolist())
             results = [ArmResult(factor=1.0, outcome="ok", losses=told), *results]
+        # A slower start is not annealed, so nothing flatters it: at a rate that is right it falls far behind.
+        forks_here = action.factors if action.origin == "here" else ()
         comparisons = judge(
             results,
             judged_steps=action.judged_steps,
             index=self.memory.num_canaries,
-            handicaps={factor: twin.progress_lost(factor, action.num_steps) for factor in action.factors},
+            handicaps={factor: twin.progress_lost(factor, action.num_steps) for factor in forks_here},
         )
         took = f"{cost.cpu_seconds:.1f} CPU seconds, {format_duration(cost.wall_seconds)}"
         self._write(
@@ -219,7 +233,7 @@ class Controller:
             },
             proposal,
         )
-        return comparisons
+        return results, comparisons
 
     def _raise_or_lower(self, proposal: Proposal, checkpoint: HeldCheckpoint, target: float) -> None:
         """Bring the live run to another rate in allowed steps, and watch it."""
@@ -412,7 +426,7 @@ class Controller:
             {"cause": cause, "accepted": accepted, "change": change.to_data(), "ack_step": step, **(numbers or {})},
         )
         if accepted:
-            discard_held_after(self._folder, step_of(recovery.checkpoint))
+            discard_held_after(self._folder, HeldCheckpoint.at(recovery.checkpoint).step)
         else:
             self._write("hand_over", "the trainer did not roll back, please look at the run")
         self._live.acknowledge_sickness()

@@ -93,8 +93,10 @@ class Memory:
     """Rungs that the next trial reaches."""
     direction: Direction = "both"
     """Where the next trial looks."""
-    start_tried: bool = False
-    """Whether slower starts were tried."""
+    num_starts: int = 0
+    """Trials of a slower start."""
+    slower_start: str | None = None
+    """Last checkpoint of a slower start that was catching up when its trial ended."""
     num_changes: int = 0
     """Learning rates accepted, and rollbacks."""
     num_holds: int = 0
@@ -133,7 +135,7 @@ def remember(memory: Memory, entry: Entry) -> Memory:
     data = entry.data
     if entry.kind == "proposal":
         from_start = data["action"].get("origin") == "start"
-        return replace(memory, open_proposal=entry, start_tried=memory.start_tried or from_start)
+        return replace(memory, open_proposal=entry, num_starts=memory.num_starts + from_start, slower_start=None)
     if entry.kind == "canary" and data["action"] == "learning_rate":
         return replace(
             memory,
@@ -149,7 +151,9 @@ def remember(memory: Memory, entry: Entry) -> Memory:
             return _after_accepted(changed, data["rungs"])
         # A trial of slower starts says nothing of how near the best rate is.
         held = _after_held(memory)
-        return replace(held, span=NEXT_SPAN) if data.get("origin") == "start" else held
+        if data.get("origin") != "start":
+            return held
+        return replace(held, span=NEXT_SPAN, slower_start=data.get("slower_start"))
     if entry.kind == "watch":
         return replace(memory, watched=None)
     if entry.kind == "roll_back":

@@ -18,6 +18,7 @@ from engine.outcome import read_outcome
 from engine.telemetry import AckRecord, EventRecord, TelemetryReader
 
 HELD_FOLDER = "held"
+SLOWER_FOLDER = "slower_start"
 NUM_HELD = 3
 """Checkpoints held beside the earliest one."""
 POLL_SECONDS = 0.25
@@ -161,25 +162,29 @@ class LiveRun:
         return None
 
 
-def hold_checkpoint(folder: Path, checkpoint: str) -> HeldCheckpoint:
-    """Put a checkpoint aside by hard links, so that the trainer's pruning can't take it; the earliest is kept for good,
-    and the newest ``NUM_HELD`` of the others."""
+def put_aside(checkpoint: str, folder: Path) -> HeldCheckpoint:
+    """Copy a checkpoint into ``folder`` by hard links, so that the trainer's pruning can't take it."""
     source = Path(checkpoint)
-    target = make_folder(folder / HELD_FOLDER) / source.name
+    target = make_folder(folder) / source.name
     temporary = target.with_name(f".{target.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary, copy_function=_link)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+    return HeldCheckpoint.at(target)
+
+
+def hold_checkpoint(folder: Path, checkpoint: str) -> HeldCheckpoint:
+    """Put a checkpoint of the run aside to go back to; the earliest and the newest ``NUM_HELD`` others are kept."""
+    held = put_aside(checkpoint, folder / HELD_FOLDER)
     for one in held_checkpoints(folder)[1:-NUM_HELD]:
         shutil.rmtree(one.path, ignore_errors=True)
-    return HeldCheckpoint(step_of(target), str(target))
+    return held
 
 
 def held_checkpoints(folder: Path) -> list[HeldCheckpoint]:
-    """The checkpoints put aside, earliest step first."""
-    paths = sorted((folder / HELD_FOLDER).glob("step-*"))
-    return [HeldCheckpoint(step_of(path), str(path)) for path in paths]
+    """The checkpoints put aside to go back to, earliest step first."""
+    return [HeldCheckpoint.at(path) for path in sorted((folder / HELD_FOLDER).glob("step-*"))]
 
 
 def discard_held_after(folder: Path, step: int) -> None:
@@ -187,11 +192,6 @@ def discard_held_after(folder: Path, step: int) -> None:
     for one in held_checkpoints(folder):
         if one.step > step:
             shutil.rmtree(one.path, ignore_errors=True)
-
-
-def step_of(checkpoint: str | Path) -> int:
-    """The step of a checkpoint, from its folder's name."""
-    return int(Path(checkpoint).name.removeprefix("step-"))
 
 
 def _link(source: str, target: str) -> None:

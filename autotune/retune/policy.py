@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 from autotune.retune.actions import (
     MAX_SCALE,
@@ -50,7 +52,9 @@ START_RUNGS = -5
 """Rungs by which a slower start is slower."""
 START_RATIO = 0.15
 """Steps of a slower start, as a share of the run."""
-YOUNG_RATIO = 0.4
+MAX_STARTS = 3
+"""Trials of one slower start, each from the end of the one before."""
+YOUNG_RATIO = 0.5
 """A run is young, and may be begun again, in this share of its steps."""
 
 
@@ -60,6 +64,11 @@ class HeldCheckpoint:
 
     step: int
     path: str
+
+    @classmethod
+    def at(cls, path: str | Path) -> Self:
+        """The checkpoint in a folder, whose name ends in its step."""
+        return cls(int(Path(path).name.removeprefix("step-")), str(path))
 
 
 def trial_steps(num_steps: int) -> int:
@@ -82,13 +91,13 @@ def propose(
     memory: Memory,
     findings: Sequence[Finding],
     *,
-    early_step: int | None = None,
+    early: HeldCheckpoint | None = None,
     device_memory_bytes: int | None = None,
 ) -> Proposal | None:
     """What to try next; None to leave the run alone.
 
     Args:
-        early_step: Step of the checkpoint held from the run's start; None without one.
+        early: The checkpoint held from the run's start; None without one.
         device_memory_bytes: Memory of a device, which a larger micro-batch must fit; None when unknown, and then only
             smaller ones are tried.
     """
@@ -99,9 +108,10 @@ def propose(
     direction, reason = _direction(memory, findings)
     # Far up first: a rate that is too low costs most early, and the trial is short.
     looks_up = direction != "down" and memory.span == FIRST_SPAN and is_allowed(rung_factor(FIRST_SPAN) * twin.scale)
-    if early_step is not None and not looks_up and _may_start_slower(twin, memory, early_step, length):
+    origin = early if memory.slower_start is None else HeldCheckpoint.at(memory.slower_start)
+    if origin is not None and not looks_up and _may_start_slower(twin, memory, origin, length):
         reason = "the start may have been too fast, which lowering the rate later does not make good"
-        return _learning_rate_proposal(twin, memory, _slower_start(twin, early_step), reason)
+        return _learning_rate_proposal(twin, memory, _slower_start(twin, origin), reason)
     if memory.num_holds > 0 and (proposal := _propose_micro_batch(twin, memory, device_memory_bytes)):
         return proposal
     if looks_up:
@@ -139,23 +149,29 @@ def _rates_here(twin: Twin, rungs: Sequence[int], length: int) -> TryLearningRat
     )
 
 
-def _may_start_slower(twin: Twin, memory: Memory, early_step: int, length: int) -> bool:
-    """Whether the run's start may be tried again: once, while it is young and nothing was changed yet."""
+def _may_start_slower(twin: Twin, memory: Memory, origin: HeldCheckpoint, length: int) -> bool:
+    """Whether the run's start may be tried again: once, and on as long as the slower start catches up; while the run is
+    young and nothing was changed yet."""
+    is_new = memory.num_starts == 0 or (memory.slower_start is not None and memory.num_starts < MAX_STARTS)
     is_young = twin.step <= YOUNG_RATIO * twin.config.num_steps
-    is_new = not memory.start_tried and memory.num_changes == 0
     # Enough of the trial must lie after warm-up, where rates differ.
-    warm_steps = round(START_RATIO * twin.config.num_steps) - max(twin.num_warmup_steps - early_step, 0)
-    return is_young and is_new and warm_steps >= length and is_allowed(rung_factor(START_RUNGS) * twin.scale)
+    warm_steps = round(START_RATIO * twin.config.num_steps) - max(twin.num_warmup_steps - origin.step, 0)
+    is_possible = warm_steps >= length and is_allowed(rung_factor(START_RUNGS) * twin.scale)
+    return is_new and memory.num_changes == 0 and is_young and is_possible
 
 
-def _slower_start(twin: Twin, early_step: int) -> TryLearningRate | None:
+def _slower_start(twin: Twin, origin: HeldCheckpoint) -> TryLearningRate | None:
     """The start again at a far lower rate; None while the run is not far enough. A fast rate is ahead at first: a trial
     any shorter would let it off."""
     num_steps = round(START_RATIO * twin.config.num_steps)
-    if twin.step - early_step < num_steps:
+    if twin.step - origin.step < num_steps:
         return None
     return TryLearningRate(
-        origin="start", factors=(rung_factor(START_RUNGS),), num_steps=num_steps, judged_steps=max(num_steps // 4, 8)
+        origin="start",
+        checkpoint=origin.path,
+        factors=(rung_factor(START_RUNGS),),
+        num_steps=num_steps,
+        judged_steps=max(num_steps // 4, 8),
     )
 
 

@@ -8,6 +8,7 @@ from autotune.retune.canary import (
     ArmResult,
     best_of,
     error_share,
+    is_catching_up,
     judge,
     judge_blocks,
     turns,
@@ -60,6 +61,20 @@ def test_a_clear_gain_is_accepted_late_too() -> None:
 def test_the_best_of_several_good_arms_wins() -> None:
     random = np.random.default_rng(2)
     assert trial(random, 0, {3.84: -0.3, 14.8: -0.6}) == 14.8
+
+
+def test_a_fork_that_is_near_and_gaining_is_catching_up() -> None:
+    reference = ArmResult(factor=1.0, outcome="ok", losses=(3.0,) * 40)
+
+    def behind(first: float, last: float) -> ArmResult:
+        return ArmResult(factor=0.2, outcome="ok", losses=tuple((3.0 + np.linspace(first, last, 40)).tolist()))
+
+    def behind_by(first: float, last: float) -> bool:
+        return is_catching_up(reference, behind(first, last), judged_steps=10)
+
+    assert behind_by(0.3, -0.02)
+    assert not behind_by(0.6, 0.3)
+    assert not behind_by(-0.1, 0.01)
 
 
 def test_shares_of_the_budget_add_up_to_it() -> None:

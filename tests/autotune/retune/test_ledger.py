@@ -81,8 +81,20 @@ def test_a_slower_start_is_tried_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     decide(ledger, accepted=False, origin="start")
     memory = recall(ledger.entries())
-    assert memory.start_tried
+    assert memory.num_starts == 1
+    assert memory.slower_start is None
     assert memory.span == NEXT_SPAN
+
+
+def test_a_slower_start_that_catches_up_is_remembered_until_it_is_gone_on_with(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    held = {"action": "learning_rate", "accepted": False, "origin": "start", "slower_start": "/s/step-00000155"}
+    ledger.append("proposal", 10, "try", {"action": {"kind": "learning_rate", "origin": "start"}})
+    ledger.append("decision", 20, "near", held)
+    assert recall(ledger.entries()).slower_start == "/s/step-00000155"
+    ledger.append("proposal", 30, "on", {"action": {"kind": "learning_rate", "origin": "start"}})
+    memory = recall(ledger.entries())
+    assert (memory.slower_start, memory.num_starts) == (None, 2)
 
 
 def test_rollbacks_are_counted_by_cause_unless_they_undo_a_change(tmp_path: Path) -> None:

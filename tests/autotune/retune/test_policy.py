@@ -1,6 +1,7 @@
 """What is proposed in which situation, and how a run that went wrong is brought back."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def twin_at(config: RunConfig, num_steps: int, *, scale: float = 1.0) -> Twin:
     return twin
 
 
-def proposed_rates(twin: Twin, memory: Memory, **options: int) -> TryLearningRate:
+def proposed_rates(twin: Twin, memory: Memory, **options: Any) -> TryLearningRate:
     proposal = propose(twin, memory, [], **options)
     assert proposal is not None
     assert isinstance(proposal.action, TryLearningRate)
@@ -56,7 +57,7 @@ def proposed_rates(twin: Twin, memory: Memory, **options: int) -> TryLearningRat
 
 
 def test_first_the_rate_is_tried_far_up(make_config: MakeConfig) -> None:
-    action = proposed_rates(twin_at(make_config(), 100), Memory(), early_step=5)
+    action = proposed_rates(twin_at(make_config(), 100), Memory(), early=HELD[0])
     assert action.origin == "here"
     assert action.factors == pytest.approx((1.4**4, 1.4**8))
     assert 0 < action.anneal_steps < action.num_steps
@@ -64,23 +65,32 @@ def test_first_the_rate_is_tried_far_up(make_config: MakeConfig) -> None:
 
 def test_then_a_slower_start_while_the_run_is_young(make_config: MakeConfig) -> None:
     memory = Memory(num_holds=1, span=NEXT_SPAN)
-    young, old = twin_at(make_config(), 160), twin_at(make_config(), 500)
-    action = proposed_rates(young, memory, early_step=5)
+    young, old = twin_at(make_config(), 160), twin_at(make_config(), 600)
+    action = proposed_rates(young, memory, early=HELD[0])
     assert (action.origin, action.num_steps, action.anneal_steps) == ("start", 150, 0)
     assert action.factors == pytest.approx((0.7**5,))
-    assert propose(twin_at(make_config(), 150), memory, [], early_step=5) is None  # not far enough to tell yet
-    later = propose(old, memory, [], early_step=5)
+    assert propose(twin_at(make_config(), 150), memory, [], early=HELD[0]) is None  # not far enough to tell yet
+    later = propose(old, memory, [], early=HELD[0])
     assert later is not None
     assert not (isinstance(later.action, TryLearningRate) and later.action.origin == "start")
 
 
+def test_a_slower_start_that_catches_up_is_gone_on_with(make_config: MakeConfig) -> None:
+    memory = Memory(num_holds=1, num_starts=1, span=NEXT_SPAN, slower_start="/slower/step-00000155")
+    action = proposed_rates(twin_at(make_config(), 310), memory, early=HELD[0])
+    assert (action.origin, action.checkpoint, action.num_steps) == ("start", "/slower/step-00000155", 150)
+    assert propose(twin_at(make_config(), 300), memory, [], early=HELD[0]) is None
+    often = Memory(num_holds=0, num_starts=3, span=NEXT_SPAN, slower_start="/slower/step-00000155")
+    assert proposed_rates(twin_at(make_config(), 310), often).origin == "here"
+
+
 def test_a_rate_at_the_upper_limit_is_tried_by_a_slower_start_at_once(make_config: MakeConfig) -> None:
-    assert proposed_rates(twin_at(make_config(), 160, scale=8.0), Memory(), early_step=5).origin == "start"
+    assert proposed_rates(twin_at(make_config(), 160, scale=8.0), Memory(), early=HELD[0]).origin == "start"
 
 
 def test_spikes_speak_against_faster_rates(make_config: MakeConfig) -> None:
     spike = Finding(kind="spike", step=90, quantity=LOSS_SPIKE, value=9.0, threshold=6.0, since_step=90)
-    memory = Memory(span=NEXT_SPAN, start_tried=True)
+    memory = Memory(span=NEXT_SPAN, num_starts=1)
     proposal = propose(twin_at(make_config(), 100), memory, [spike] * 3)
     assert proposal is not None
     assert isinstance(proposal.action, TryLearningRate)
@@ -88,7 +98,7 @@ def test_spikes_speak_against_faster_rates(make_config: MakeConfig) -> None:
 
 
 def test_a_micro_batch_follows_when_the_rate_is_settled(make_config: MakeConfig) -> None:
-    twin, memory = twin_at(make_config(), 100), Memory(num_holds=1, span=NEXT_SPAN, start_tried=True)
+    twin, memory = twin_at(make_config(), 100), Memory(num_holds=1, span=NEXT_SPAN, num_starts=1)
     proposal = propose(twin, memory, [], device_memory_bytes=10**6)
     assert proposal is not None
     assert isinstance(proposal.action, TryMicroBatch)
@@ -108,7 +118,7 @@ def test_a_run_is_left_alone_in_warm_up_near_its_end_over_budget_and_handed_over
 
 
 def test_no_rate_beyond_the_limits_is_proposed(make_config: MakeConfig) -> None:
-    memory = Memory(span=NEXT_SPAN, start_tried=True)
+    memory = Memory(span=NEXT_SPAN, num_starts=1)
     assert max(proposed_rates(twin_at(make_config(), 100, scale=16.0), memory).factors) < 1
     assert min(proposed_rates(twin_at(make_config(), 100, scale=1 / 16), memory).factors) > 1
 
