@@ -28,7 +28,7 @@ def main() -> int:
     """Run the four verbs one after the other; stop at the first that fails."""
     parser = argparse.ArgumentParser(description="Sweep, report, apply and live-retuned training, on this machine.")
     parser.add_argument("--runs-dir", type=Path, default=DEFAULT_RUNS, help="where results go")
-    parser.add_argument("--trials", type=int, default=24, help="trials of the sweep")
+    parser.add_argument("--trials", type=int, default=20, help="trials of the sweep")
     options = parser.parse_args()
     runs = options.runs_dir
     chosen = runs / "studies" / STUDY / "run.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,12 +56,21 @@ class Evaluator:
                 hint="raise evaluation.max_tokens or workload.data.holdout_ratio",
             )
 
-    def run(self) -> Evaluation:
-        """Evaluate; called on all ranks."""
+    def run(self, is_wanted: Callable[[], bool] = lambda: True) -> Evaluation | None:
+        """Evaluate; called on all ranks.
+
+        Args:
+            is_wanted: Asked before each batch on every rank; one that says no ends the evaluation on all.
+
+        Returns:
+            The evaluation, None when it was given up.
+        """
         start = time.perf_counter()
         context = self._stepper.context
         total, num_valid = 0.0, 0
         for first in range(0, len(self._ids), self._local_batch_size * context.dp_size):
+            if not context.all_agree(is_wanted()):
+                return None
             tokens, labels = self._slice(first + context.dp_rank * self._local_batch_size)
             loss_sum, valid = self._stepper.evaluate(tokens, labels)
             total, num_valid = total + loss_sum, num_valid + valid

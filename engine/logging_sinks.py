@@ -168,5 +168,5 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _missing(package: str, setting: str) -> UserError:
     return UserError(
         f"{setting} needs the package {package}, which is not installed",
-        hint="pip install 'paretune[logging]', or switch it off in the run file",
+        hint="pip install -e '.[logging]' in the checkout, or switch it off in the run file",
     )

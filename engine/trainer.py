@@ -221,7 +221,7 @@ class Trainer:
             if self.is_ending or self.is_complete:
                 break
             attention = self._advance()
-            self._after_step()
+            attention = self._after_step() or attention
         return self._finish()
 
     def _advance(self) -> bool:
@@ -252,21 +252,31 @@ class Trainer:
             time.sleep(self.config.runtime.step_delay_seconds)
         return result
 
-    def _after_step(self) -> None:
-        """Evaluation and checkpoint, when this step is one for them. The end has its own."""
+    def _after_step(self) -> bool:
+        """Evaluation and checkpoint, when this step is one for them. The end has its own.
+
+        Returns:
+            Whether a signal cut the evaluation short.
+        """
         if self.is_complete:
-            return
+            return False
         every_tokens, every_steps = self.config.evaluation.every_tokens, self.config.checkpoint.every_steps
-        if every_tokens and self.tokens // every_tokens > (self.tokens - self.config.tokens_per_step) // every_tokens:
-            self.evaluate()
+        before = self.tokens - self.config.tokens_per_step
+        is_due = every_tokens and self.tokens // every_tokens > before // every_tokens
+        if is_due and self.evaluate() is None:
+            return True
         if every_steps and self.state.step % every_steps == 0 and self.config.branch is None:
             self.save_checkpoint()
+        return False
 
     def _finish(self) -> tuple[Outcome, int]:
-        if self._exit_code is not None:
+        evaluation = self.evaluate() if self._exit_code is None else None
+        if evaluation is None and self._exit_code is None:
+            self._attend()
+        if evaluation is None:
+            assert self._exit_code is not None
             detail = f"ended at step {self.state.step}; the same command goes on from there"
             return self.outcome("interrupted", detail), self._exit_code
-        evaluation = self.evaluate()
         if not math.isfinite(evaluation.loss):
             raise RunFailure("nan", "the held-out loss is not finite")
         # A branch's last checkpoint is one that the run itself may be rolled back to, to go on from there.
@@ -378,9 +388,11 @@ class Trainer:
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self) -> Evaluation:
-        """The held-out loss now; called on all ranks."""
-        evaluation = self._evaluator.run()
+    def evaluate(self) -> Evaluation | None:
+        """The held-out loss now; called on all ranks. None when a signal on some rank cut it short."""
+        evaluation = self._evaluator.run(lambda: not self._signals.received)
+        if evaluation is None:
+            return None
         finite = math.isfinite(evaluation.loss)
         data = {
             "held_out_loss": evaluation.loss if finite else None,

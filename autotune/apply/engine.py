@@ -10,7 +10,10 @@ from engine.schema import parse
 from engine.spec import Workload
 
 NUM_EVALUATIONS = 20
-"""A real run is evaluated so many times over its tokens, so that its progress can be seen and forecast."""
+"""A long run is evaluated so many times over its tokens, so that its progress can be seen and forecast."""
+TRAINED_PER_EVALUATED = 8
+"""A short run is evaluated less often: between evaluations it trains on so many times the tokens of one. An evaluation
+token costs about a third of a training token (no backward pass), so this is about 4 % of the run."""
 NUM_CHECKPOINTS = 50
 """A real run is checkpointed so many times, within ``CHECKPOINT_STEPS``."""
 CHECKPOINT_STEPS = (10, 1000)
@@ -50,12 +53,16 @@ def run_file(
     if total_tokens is not None:
         run = run.changed(workload=parse(Workload, run.workload.to_data() | {"total_tokens": total_tokens}))
     fewest, most = CHECKPOINT_STEPS
+    pause = max(run.workload.total_tokens // NUM_EVALUATIONS, TRAINED_PER_EVALUATED * run.evaluation.max_tokens)
+    pause_steps = -(-pause // run.tokens_per_step)
     return run.changed(
         name=f"{snapshot.name[:MAX_NAME]}-{trial.number}",
         runtime=run.runtime.changed(
             seed=run.runtime.seed if seed is None else seed, measure_memory=False, stop_after_steps=None
         ),
-        evaluation=run.evaluation.changed(every_tokens=max(run.num_steps // NUM_EVALUATIONS, 1) * run.tokens_per_step),
+        evaluation=run.evaluation.changed(
+            every_tokens=pause_steps * run.tokens_per_step if pause_steps < run.num_steps else None
+        ),
         checkpoint=run.checkpoint.changed(
             every_steps=min(max(run.num_steps // NUM_CHECKPOINTS, fewest), most), keep=3, at_end=True
         ),

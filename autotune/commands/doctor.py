@@ -216,7 +216,7 @@ def _check_package(diagnosis: Diagnosis, package: Package) -> bool:
     if package.extra is None:
         hint = f"pip install {package.distribution}"
         return diagnosis.add("packages", package.distribution, "missing", f"needed for {package.serves}", hint)
-    hint = f"pip install 'paretune[{package.extra}]'"
+    hint = f"pip install -e '.[{package.extra}]'"
     return diagnosis.add("packages", package.distribution, "optional", f"for {package.serves}", hint)
 
 

@@ -119,6 +119,7 @@ def import_weights(source: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]
     layout = _layout(spec, shapes, table)
     weights.add_prefix(table["layers"].split(".")[0] + ".")
     _check_names(weights, layout, spec, source)
+    _check_tied(weights, layout, source)
     _check_shapes(weights, layout, shapes, spec, source)
     return _read(weights, layout, shapes, spec)
 
@@ -348,6 +349,19 @@ def _check_names(weights: _ForeignWeights, layout: Layout, spec: ModelSpec, sour
     if missing == ["lm_head.weight"]:
         hint = "the weights are of a model with tied embeddings: set model.tied_embeddings to true"
     raise UserError(f"the weights in {source} are not of this {spec.family} model: {'; '.join(problems)}", hint=hint)
+
+
+def _check_tied(weights: _ForeignWeights, layout: Layout, source: Path) -> None:
+    """A model with tied embeddings takes weights with a head only where that is the embedding saved a second time."""
+    head = "lm_head.weight"
+    if head not in weights.shapes or head in layout:
+        return
+    embedding = next(name for name, parts in layout.items() if parts[0].fqn == "embedding.weight")
+    if not torch.equal(weights.read(head), weights.read(embedding)):
+        raise UserError(
+            f"the weights in {source} have a head of their own, the model ties it to the embedding",
+            hint="set model.tied_embeddings to false",
+        )
 
 
 def _check_shapes(weights: _ForeignWeights, layout: Layout, shapes: Shapes, spec: ModelSpec, source: Path) -> None:

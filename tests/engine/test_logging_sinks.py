@@ -151,4 +151,4 @@ def test_a_missing_package_is_told_with_the_extra(
     monkeypatch.delattr("torch.utils.tensorboard", raising=False)
     with pytest.raises(UserError, match="is not installed") as caught:
         MetricSinks(options, tmp_path, config)
-    assert "paretune[logging]" in str(caught.value.hint)
+    assert ".[logging]" in str(caught.value.hint)

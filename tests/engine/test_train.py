@@ -119,12 +119,33 @@ def test_evaluation_by_tokens(corpus: Path, tmp_path: Path) -> None:
     assert [event.step for event in events(tmp_path, "evaluation")] == [2, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("every_tokens", "steps_done"), [(100, 2), (None, NUM_STEPS)])
+def test_a_signal_during_an_evaluation_ends_the_run_at_a_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_tokens: int | None, steps_done: int
+) -> None:
+    config = tiny_run(corpus, evaluation={"every_tokens": every_tokens, "max_tokens": 10**6})
+    signals = SignalWatch()
+    whole_batch = Stepper.evaluate
+
+    def evaluate(stepper: Stepper, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+        signals.received = signal.SIGTERM
+        return whole_batch(stepper, tokens, labels)
+
+    monkeypatch.setattr(Stepper, "evaluate", evaluate)
+    context = open_context(config.plan, config.runtime)
+    outcome, exit_code = Trainer(config, context, tmp_path, signals=signals, report=print).run()
+    assert (outcome.kind, outcome.num_steps, exit_code) == ("interrupted", steps_done, 143)
+    assert (tmp_path / "checkpoints" / f"step-{steps_done:08d}" / "manifest.json").exists()
+    assert not list(events(tmp_path, "evaluation"))
+
+
 def test_held_out_loss_is_exact(corpus: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run(corpus, hyperparameters={"dropout": 0.0}, evaluation={"max_tokens": 10**6})
     trainer = Trainer(
         config, open_context(config.plan, config.runtime), whole / "nowhere", signals=SignalWatch(), report=print
     )
     evaluation = trainer.evaluate()
+    assert evaluation is not None
     sequences = prepare_corpus(config.workload.data).held_out.sequences(config.workload.sequence_length)
     stepper = Stepper.build(config, open_context(config.plan, config.runtime), 258)
     total, num_valid = 0.0, 0

@@ -116,7 +116,7 @@ def test_a_missing_package_names_its_extra(
     monkeypatch.setattr(doctor, "PACKAGES", packages)
     checks = {check.name: check for check in doctor.diagnose(tmp_path).checks}
     assert (checks["a-package"].status, checks["a-package"].hint) == ("missing", "pip install a-package")
-    assert (checks["b-package"].status, checks["b-package"].hint) == ("optional", "pip install 'paretune[logging]'")
+    assert (checks["b-package"].status, checks["b-package"].hint) == ("optional", "pip install -e '.[logging]'")
 
 
 @pytest.mark.unit

@@ -123,6 +123,15 @@ def test_a_tied_head_saved_twice_is_no_surprise(tmp_path: Path) -> None:
     assert_same(dict(import_weights(tmp_path, spec)), state)
 
 
+def test_a_head_of_its_own_is_never_dropped(tmp_path: Path) -> None:
+    spec, state = SPECS["qwen2"], weights(SPECS["qwen2"])
+    export_weights(state, spec, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"lm_head.weight": state["embedding.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="a head of their own"):
+        import_weights(tmp_path, spec)
+
+
 def test_a_vocabulary_smaller_than_the_models_is_read_as_it_is(tmp_path: Path) -> None:
     spec, state = SPECS["llama"], weights(SPECS["llama"])
     export_weights(state, spec, tmp_path)
