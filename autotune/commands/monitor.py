@@ -101,7 +101,9 @@ def _rows(look: Overview) -> list[tuple[str, str]]:
     from engine.units import format_bytes, format_count, format_duration
 
     rows = []
-    if look.step == 0:
+    if not look.is_alive and look.outcome is None:
+        rows.append(("state", "nothing trains it now; the command that started it goes on where it was"))
+    elif look.step == 0:
         rows.append(("state", "has not done a step yet"))
     if look.loss is not None:
         rows.append(("loss", f"{look.loss:.4f} nats/token  {sparkline(look.loss_curve)}"))
@@ -117,7 +119,7 @@ def _rows(look: Overview) -> list[tuple[str, str]]:
         speed = f"{format_count(look.tokens_per_second)} tokens/s, {format_duration(look.step_seconds)} a step"
         rows.append(("speed", speed))
     if look.memory_bytes is not None:
-        rows.append(("memory", format_bytes(look.memory_bytes)))
+        rows.append(("process memory", format_bytes(look.memory_bytes)))
     if look.seconds_left is not None:
         rows.append(("time left", format_duration(look.seconds_left)))
     if look.outcome is not None:

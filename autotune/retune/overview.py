@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from autotune.retune.job import RUN_FILE
 from autotune.retune.ledger import STORY_KINDS, Entry, Ledger
@@ -24,6 +25,8 @@ NUM_DECISIONS = 8
 """Newest entries of the ledger."""
 FINDING_STEPS = 128
 """Findings of so many last steps are shown."""
+ALIVE_SECONDS = 10.0
+"""A run on another machine that wrote a step so lately counts as alive."""
 
 
 class Overview(Schema):
@@ -39,6 +42,8 @@ class Overview(Schema):
     """Steps of the whole run."""
     tokens: int
     """Tokens trained on."""
+    is_alive: bool
+    """Whether it trains now: its process runs on this machine, or it wrote a step a moment ago."""
     last_seen_seconds: float | None
     """Since the last step; null before the first."""
     loss: float | None
@@ -58,7 +63,7 @@ class Overview(Schema):
     seconds_left: float | None
     """To the end of the run at that speed."""
     memory_bytes: int | None
-    """Memory in use on rank 0."""
+    """On rank 0: device memory in use (CUDA), or the process's resident memory (CPU)."""
     forecast: Forecast | None
     """Training loss expected at the end."""
     findings: tuple[Finding, ...]
@@ -87,6 +92,7 @@ class Watcher:
         self._twin = Twin(self._config)
         self._reader = TelemetryReader(folder)
         self._held_out_loss: float | None = None
+        self._pid: int | None = None
 
     def look(self) -> Overview:
         """The run as it is now."""
@@ -94,18 +100,24 @@ class Watcher:
         for record in records:
             if isinstance(record, EventRecord) and record.kind == "evaluation":
                 self._held_out_loss = record.data.get("held_out_loss")
+            if isinstance(record, EventRecord) and record.kind == "start":
+                self._pid = record.data.get("pid")
         twin, history = self._twin, self._twin.history
         twin.update(records)
         outcome = read_outcome(self._folder)
         speed = twin.step_time()
-        is_running = outcome is None and len(history) > 0
+        last_seen = time.time() - float(history.time[-1]) if len(history) else None
+        wrote_lately = last_seen is not None and last_seen < ALIVE_SECONDS
+        is_alive = outcome is None and (wrote_lately or (self._pid is not None and psutil.pid_exists(self._pid)))
+        is_running = is_alive and len(history) > 0
         return Overview(
             name=self._config.name,
             folder=str(self._folder),
             step=twin.step,
             num_steps=self._config.num_steps,
             tokens=int(history.tokens[-1]) if len(history) else 0,
-            last_seen_seconds=time.time() - float(history.time[-1]) if len(history) else None,
+            is_alive=is_alive,
+            last_seen_seconds=last_seen,
             loss=_median(history.loss[-16:]),
             loss_curve=_curve(history.loss),
             held_out_loss=outcome.held_out_loss if outcome and outcome.held_out_loss else self._held_out_loss,
