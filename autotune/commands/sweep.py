@@ -67,11 +67,11 @@ def command(
     overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
     loaded, enumeration = load_space(space, overrides)
     folder = study_folder(runs_dir, study or loaded.name)
+    seconds = parse_duration(time) if time else loaded.budget.seconds
     if dry_run:
         _print_dry_run(loaded, enumeration, seed or 0, as_json=as_json)
         return
     num_trials = trials or loaded.budget.trials
-    seconds = parse_duration(time) if time else loaded.budget.seconds
     if num_trials is None and seconds is None:
         raise UserError("the sweep has no budget", hint="give --trials 20 or --time 10m, or 'budget' in the space file")
     check_machine(loaded.cluster, workers)
@@ -217,7 +217,7 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
         dimensions.add_row(dimension.name, escape(dimension.describe()))
     console.print(dimensions)
     console.print(f"\n{enumeration.num_combinations} combinations of plan values, {enumeration.num_legal} are legal")
-    counts = Table("removed by", "combinations", box=None, header_style="dim")
+    counts = Table("removed by (one may be removed by several)", "combinations", box=None, header_style="dim")
     for rule, count in removed.items():
         counts.add_row(escape(rule), str(count))
     console.print(counts)

@@ -189,6 +189,7 @@ class Supervisor:
             "-P",
             "-m",
             "torch.distributed.run",
+            f"--log-dir={os.devnull}",  # else each launch makes a folder in /tmp, which stays when it is killed
             *launch,
             *_as_torchrun_program(program),
             *arguments,
