@@ -21,7 +21,7 @@ from engine.units import format_duration
 STUDY = "demo"
 JOB = "demo"
 START_SCALE = 0.25
-RUN_TOKENS = "1500k"
+RUN_TOKENS = "1M"
 
 
 def main() -> int:
