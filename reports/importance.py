@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-MIN_TRIALS = 20
+MIN_TRIALS = 40
 """With fewer the figure would be chance."""
-FEW_TRIALS = 50
+FEW_TRIALS = 80
 """With fewer it is a hint."""
 MAX_TRIALS = 500
 """Of more, an even selection tells as much in less time."""

@@ -485,11 +485,11 @@ class Controller:
 
 
 def _told(comparisons: Sequence[Comparison], results: Sequence[ArmResult]) -> str:
-    """Each arm's difference, and why forks failed."""
-    arms = [
-        f"x{one.factor:.3g} {'failed' if one.difference is None else f'{one.difference:+.4f} nats'}"
-        for one in comparisons
-    ]
+    """Each arm's difference in loss and the one it needed, and why forks failed."""
+    arms = []
+    for one in comparisons:
+        needed = "" if one.margin is None else f" (below {-one.margin - one.handicap:+.4f} wins)"
+        arms.append(f"x{one.factor:.3g} {'failed' if one.difference is None else f'{one.difference:+.4f} nats'}{needed}")
     reasons = dict.fromkeys(f"{one.outcome}: {one.detail}" for one in results if one.outcome != "ok")
     return "; ".join([", ".join(arms), *reasons])
 
