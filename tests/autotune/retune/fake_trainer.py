@@ -4,7 +4,7 @@ As a job: ``fake_trainer.py RUN.yaml --folder FOLDER``; as branches: ``fake_trai
 Loss = floor + progress term + noise floor of the current rate + whatever built up while the rate was too high.
 The run file's ``origin`` sets what is emulated: ``best_rate``; ``live_penalty_above``, a scale beyond which the live
 run alone gets worse; ``oom_above``, a micro-batch that is too large; ``wait_for``, kinds of ledger entries that the
-live run waits for at steps 5 and 100, so that no test depends on how fast the retuner starts. For the same reason the
+live run waits for at steps 5 and 160, so that no test depends on how fast the retuner starts. For the same reason the
 live run is slow while there are forks.
 """
 
@@ -114,7 +114,7 @@ class FakeRun:
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
         seconds = 0.0015 if self.config.branch is None else 0.0
-        awaited = dict(zip((5, 100), self.settings.get("wait_for", "").split(), strict=False))
+        awaited = dict(zip((5, 160), self.settings.get("wait_for", "").split(), strict=False))
         high = 0
         while self.state["step"] < self.end:
             if self.config.branch is None and self.is_waiting(awaited.get(self.state["step"])):

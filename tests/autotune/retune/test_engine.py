@@ -81,9 +81,15 @@ def test_a_slow_start_is_made_faster(text: Path, tmp_path: Path) -> None:
 
 
 def test_train_and_monitor(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, runs = tmp_path / "run.yaml", tmp_path / "runs"
-    run.write_text(dump_run(tiny_run(text, 12)))
+    run, runs, empty = tmp_path / "run.yaml", tmp_path / "runs", tmp_path / "empty"
     arguments = ["train", str(run), "--runs-dir", str(runs)]
+    empty.mkdir()
+    run.write_text(dump_run(tiny_run(empty, 12)))
+    assert cli.main(arguments) == 2
+    assert str(empty) in capsys.readouterr().err
+
+    # A job that never began takes a corrected run file.
+    run.write_text(dump_run(tiny_run(text, 12)))
     assert cli.main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["outcome"]["kind"] == "ok"
@@ -131,17 +137,3 @@ def test_options_that_do_not_fit_are_told(
     assert message in told
     assert "hint:" in told
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_job_that_never_began_takes_a_corrected_run_file(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, empty = tmp_path / "run.yaml", tmp_path / "empty"
-    empty.mkdir()
-    arguments = ["train", str(run), "--runs-dir", str(tmp_path / "runs"), "--json"]
-    run.write_text(dump_run(tiny_run(empty, 4)))
-    assert cli.main(arguments) == 2
-    assert str(empty) in capsys.readouterr().err
-    run.write_text(dump_run(tiny_run(text, 4)))
-    assert cli.main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["outcome"]["num_steps"] == 4
