@@ -489,7 +489,8 @@ def _told(comparisons: Sequence[Comparison], results: Sequence[ArmResult]) -> st
     arms = []
     for one in comparisons:
         needed = "" if one.margin is None else f" (below {-one.margin - one.handicap:+.4f} wins)"
-        arms.append(f"x{one.factor:.3g} {'failed' if one.difference is None else f'{one.difference:+.4f} nats'}{needed}")
+        told = "failed" if one.difference is None else f"{one.difference:+.4f} nats{needed}"
+        arms.append(f"x{one.factor:.3g} {told}")
     reasons = dict.fromkeys(f"{one.outcome}: {one.detail}" for one in results if one.outcome != "ok")
     return "; ".join([", ".join(arms), *reasons])
 
