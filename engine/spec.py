@@ -8,8 +8,11 @@ from pydantic import Field, StringConstraints, model_validator
 
 from engine.schema import Schema
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+MAX_COUNT = 10**15
+"""More of anything is a slip of the pen, and products of a few counts would leave 64 bits."""
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -19,7 +22,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 class MoESpec(Schema):
     """Mixture-of-experts feed-forward layers."""
 
-    num_experts: Annotated[int, Field(ge=2)]
+    num_experts: Annotated[int, Field(ge=2, le=MAX_COUNT)]
     """Routed experts per layer."""
     experts_per_token: Count
     """Routed experts each token is sent to (top-k)."""

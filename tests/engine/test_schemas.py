@@ -46,6 +46,7 @@ def test_a_run_file_reads_back_equal(
         ({"modl": {}}, "unknown key 'modl'", "did you mean 'model'"),
         ({"plan": {"tpp": 2}}, "unknown key 'plan.tpp'", "did you mean"),
         ({"plan": {"tp": 0}}, "'plan.tp': must be greater than or equal to 1, got 0", ""),
+        ({"plan": {"tp": 2**70}}, "'plan.tp': must be less than or equal to 1000000000000000", ""),
         ({"plan": {"tp": "2"}}, "'plan.tp': must be a valid integer, got '2'", ""),
         ({"plan": {"sequence_parallel": "on"}}, "got 'on'", "true or false"),
         ({"plan": {"precision": "fp31"}}, "'fp64', 'fp32', 'bf16'", ""),
