@@ -15,8 +15,8 @@ pytestmark = pytest.mark.unit
 
 VOID = {"meta", "link", "input", "br", "img"}
 STUDIES = {
-    "usual": make_snapshot(40, num_pending=3, num_repeats=2),
-    "one objective": make_snapshot(25, names=("quality",)),
+    "usual": make_snapshot(70, num_pending=3, num_repeats=2),
+    "one objective": make_snapshot(70, names=("quality",)),
     "two objectives": make_snapshot(25, names=("speed", "memory"), bounds={"memory": 1.4 * GIB}),
     "one trial": make_snapshot(1, failure_ratio=0),
     "no trial": make_snapshot(0),
