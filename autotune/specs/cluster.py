@@ -7,11 +7,12 @@ import functools
 import importlib.metadata
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from autotune.specs import machine
+from autotune.specs.figures import DeviceFigures, LinkFigures
 from engine.errors import UserError
 from engine.schema import Schema, parse
 from engine.spec import Count, Name, Positive
@@ -69,6 +70,10 @@ class ClusterSpec(Schema):
     """Memory bandwidth of a device; null when unknown."""
     link_bytes_per_second: Positive | None = None
     """Bandwidth of a device to the others of its node, in one direction; null when unknown."""
+    figures: DeviceFigures | None = None
+    """What the cost model must know of a device; null when unknown."""
+    links: Annotated[tuple[LinkFigures, ...], Field(strict=False)] = ()
+    """Levels of the network from the closest devices outwards; empty when unknown."""
 
     @property
     def num_devices(self) -> int:

@@ -71,7 +71,11 @@ def test_a_change_that_harms_the_live_run_is_rolled_back(make_config: MakeConfig
     assert rolled_back
     assert rolled_back[0].data["accepted"]
     assert rolled_back[0].data["change"]["scale"] == pytest.approx(0.125)
-    assert steps(job)[-1].learning_rate_scale <= 0.3
+    # What it does much later, with new evidence, is another matter: it may be trying again when the run ends.
+    records = list(read_telemetry(job))
+    answered = next(i for i, r in enumerate(records) if isinstance(r, AckRecord) and "to_step" in r.data)
+    following = [record for record in records[answered:] if isinstance(record, StepRecord)]
+    assert all(record.learning_rate_scale == pytest.approx(0.125) for record in following[:5])
     assert outcome(job).kind == "ok"
 
 

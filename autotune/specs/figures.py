@@ -1,0 +1,88 @@
+"""What the cost model must know of a device, its links and the software that drives it.
+
+The figures are attained ones, of real programs, not datasheet peaks: from ``hardware.yaml`` for the devices of the
+catalogue, from ``autotune profile`` for this machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from engine.schema import Schema
+from engine.spec import Count, NonNegative, Positive
+
+MatmulPrecision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+
+
+class MatmulFigures(Schema):
+    """How fast a device multiplies matrices in one precision, as a function of shape."""
+
+    tflops: Positive
+    """Rate attained on the best shapes, 10^12 FLOP/s."""
+    half_depth: NonNegative = 0.0
+    """Inner dimension at which half of the rate is reached, for reasons other than bandwidth."""
+
+
+class DeviceFigures(Schema):
+    """One device."""
+
+    matmul: dict[MatmulPrecision, MatmulFigures]
+    """By precision of the operands; one that is missing can't be planned with."""
+    tile_rows: Count = 128
+    """Rows of the output that one unit computes at a time; shapes are rounded up to whole tiles."""
+    tile_columns: Count = 128
+    """Columns of the same."""
+    num_units: Count = 1
+    """Units that compute tiles at the same time (streaming multiprocessors); tiles come in whole waves of them."""
+    attention_ratio: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Rate of a fused attention kernel over the matrix-multiply rate."""
+    memory_gb_per_second: Positive
+    """Memory bandwidth that element-wise kernels attain, 10^9 bytes/s."""
+    launch_us: NonNegative
+    """Host time to launch one kernel, microseconds."""
+    host_link_gb_per_second: Positive = 20.0
+    """Bandwidth between the device and the host's memory, in one direction, 10^9 bytes/s."""
+    overhead_gib: NonNegative = 0.0
+    """Memory taken by driver, libraries and communicators before the first tensor."""
+    overlap_slowdown_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How much longer a computation takes while a collective runs beside it."""
+    interval_ratio: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Half-width of the interval of time estimates on this device, relative, where nothing better is known."""
+
+
+class LinkFigures(Schema):
+    """One level of the network, from the closest devices outwards."""
+
+    num_devices: Count | None = None
+    """Consecutive devices that it joins; null for all of the cluster (the last level)."""
+    gb_per_second: Positive
+    """Bandwidth of one device to the others in one direction that large messages attain, 10^9 bytes/s."""
+    latency_us: NonNegative
+    """Time of one hop of an empty message, microseconds."""
+    half_mb: NonNegative = 1.0
+    """Message per hop (10^6 bytes) at which half of the bandwidth is attained."""
+    reduction_gb_per_second: Positive | None = None
+    """Bandwidth of an all-reduce computed inside the switches (NVLS, SHARP), as the bus bandwidth; null without."""
+    reduction_min_devices: Count = 2
+    """Group size from which the switches are used."""
+
+
+class SoftwareFigures(Schema):
+    """What differs between training stacks on the same device: a generation of software as calibrated factors."""
+
+    title: str
+    """What it is."""
+    compute_ratio: Positive = 1.0
+    """Compute time relative to the device's figures."""
+    communication_ratio: Positive = 1.0
+    """Communication time relative to the links' figures."""
+    host_ratio: Positive = 1.0
+    """Launch overhead relative to the device's figure."""
+    fused_attention: bool = True
+    """Whether attention is one kernel that keeps no score matrix."""
+    interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Half-width of the interval of its time estimates, relative; null takes the device's."""
+    source: str = ""
+    """Where the figures come from."""
