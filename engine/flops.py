@@ -121,6 +121,31 @@ def training_flops_per_token(spec: ModelSpec, sequence_length: int, *, causal: b
     return 6.0 * (multiplied + width * context)
 
 
+def recomputed_flops_per_token(
+    spec: ModelSpec, sequence_length: int, recompute: str, period: int = 1, *, causal: bool = True
+) -> float:
+    """FLOPs that recompute adds to training on one token, in the convention of ``training_flops_per_token``.
+
+    ``full`` does the forward pass of every block again, ``every_k`` that of one block in ``period``, ``selective`` the
+    attention's own two products (Korthikanti et al., arXiv 2205.05198); the head is never done again.
+
+    Args:
+        spec: The architecture.
+        sequence_length: Tokens per sequence.
+        recompute: A word of ``Plan.recompute``.
+        period: For ``every_k``.
+        causal: As for ``training_flops_per_token``.
+    """
+    if recompute == "none":
+        return 0.0
+    total = training_flops_per_token(spec, sequence_length, causal=causal)
+    weights = 6.0 * _multiplied_weights(spec)
+    if recompute == "selective":
+        return (total - weights) / 3
+    blocks = total - 6.0 * spec.vocab_size * spec.hidden_size
+    return blocks / 3 / (period if recompute == "every_k" else 1)
+
+
 def _multiplied_weights(spec: ModelSpec) -> int:
     """Weights in matrix products with one token: active ones without lookups, biases and norms."""
     attention, _, _ = _attention(spec)

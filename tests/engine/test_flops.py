@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.flops import layer_parameters, parameter_counts, training_flops_per_token
+from engine.flops import (
+    layer_parameters,
+    parameter_counts,
+    recomputed_flops_per_token,
+    training_flops_per_token,
+)
 from engine.spec import ModelSpec
 
 pytestmark = pytest.mark.unit
@@ -34,6 +39,15 @@ def test_flops_of_a_dense_model_by_hand() -> None:
     scores_and_values = 2 * 2 * 32
     assert training_flops_per_token(spec(), LENGTH) == 6 * (weights + scores_and_values * (LENGTH + 1) / 2)
     assert training_flops_per_token(spec(), LENGTH, causal=False) == 6 * (weights + scores_and_values * LENGTH)
+
+
+def test_recompute_adds_a_forward_pass_of_what_it_covers() -> None:
+    total = training_flops_per_token(spec(), LENGTH)
+    head, scores_and_values = 100 * 32, 2 * 2 * 32 * (LENGTH + 1) / 2
+    assert recomputed_flops_per_token(spec(), LENGTH, "none") == 0
+    assert recomputed_flops_per_token(spec(), LENGTH, "full") == pytest.approx(total / 3 - 2 * head)
+    assert recomputed_flops_per_token(spec(), LENGTH, "every_k", 2) == pytest.approx((total / 3 - 2 * head) / 2)
+    assert recomputed_flops_per_token(spec(), LENGTH, "selective") == pytest.approx(2 * scores_and_values)
 
 
 def test_flops_do_not_change_with_tying_biases_or_norms() -> None:
