@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
     from autotune.commands.sweep_view import SweepView
     from autotune.space.enumerate import Enumeration
+    from autotune.space.objectives import ObjectiveName
     from autotune.space.space import Space
     from autotune.specs.cluster import ClusterSpec
     from autotune.study.driver import Driver
+    from autotune.study.forecast import Forecast
     from autotune.study.repeats import RepeatedValue
-    from autotune.study.snapshot import StudySnapshot
+    from autotune.study.snapshot import Forecasted, StudySnapshot
     from autotune.study.study import Nothing, Study
     from engine.config import RunConfig
 
@@ -55,12 +57,16 @@ def command(
     runs_dir: Annotated[Path, typer.Option(help="Folder of studies and jobs.")] = DEFAULT_RUNS,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of a new study. [default: 0]")] = None,
+    estimates: Annotated[
+        bool, typer.Option(help="Rank candidates by the cost model, and leave out those it rules out.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, progress to stderr.")] = False,
 ) -> None:
     """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
     from rich.console import Console
 
     from autotune.space.grammar import load_space
+    from autotune.study.forecast import Forecast
     from autotune.study.preflight import check_data
     from autotune.study.study import Study, refuse_changes
 
@@ -68,8 +74,9 @@ def command(
     loaded, enumeration = load_space(space, overrides)
     folder = study_folder(runs_dir, study or loaded.name)
     seconds = parse_duration(time) if time else loaded.budget.seconds
+    forecast = Forecast.make(loaded, enumeration) if estimates else None
     if dry_run:
-        _print_dry_run(loaded, enumeration, seed or 0, as_json=as_json)
+        _print_dry_run(loaded, enumeration, forecast, seed or 0, as_json=as_json)
         return
     num_trials = trials or loaded.budget.trials
     if num_trials is None and seconds is None:
@@ -85,7 +92,15 @@ def command(
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    opened = Study.create_or_open(folder, loaded, enumeration, storage_url=storage, num_trials=num_trials, seed=seed)
+    opened = Study.create_or_open(
+        folder,
+        loaded,
+        enumeration,
+        storage_url=storage,
+        num_trials=num_trials,
+        seed=seed,
+        forecast=forecast,
+    )
     try:
         opened.require_corpus(text.corpus_hash)
         view = SweepView(console, opened.snapshot(), num_trials, workers)
@@ -187,10 +202,15 @@ def _plan_repeats(study: Study, count: int) -> int:
     return number
 
 
-def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json: bool) -> None:
+def _print_dry_run(
+    space: Space, enumeration: Enumeration, forecast: Forecast | None, seed: int, *, as_json: bool
+) -> None:
     from autotune.search.bayes import derive_seed, uniform_draws
 
-    draws = itertools.islice(uniform_draws(space, enumeration, derive_seed(seed, "uniform", 0)), MAX_DRAWS)
+    num_legal, ranks = enumeration.num_legal, None
+    if forecast is not None:
+        enumeration, ranks = forecast.enumeration, forecast.ranks
+    draws = itertools.islice(uniform_draws(space, enumeration, derive_seed(seed, "uniform", 0), ranks), MAX_DRAWS)
     legal = (chosen for chosen in draws if space.candidate(chosen).run is not None)
     candidates = list(itertools.islice(legal, NUM_SHOWN_CANDIDATES))
     removed = dict(sorted(enumeration.removed.items(), key=lambda item: -item[1]))
@@ -198,10 +218,12 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
         data = {
             "name": space.name,
             "num_combinations": enumeration.num_combinations,
-            "num_legal": enumeration.num_legal,
+            "num_legal": num_legal,
+            "num_left": enumeration.num_legal,
             "removed": removed,
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
             "candidates": candidates,
+            "forecasts": [_forecast_data(space, forecast, chosen) for chosen in candidates] if forecast else None,
         }
         print(json.dumps(data, indent=2))
         return
@@ -216,7 +238,10 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
     for dimension in space.dimensions:
         dimensions.add_row(dimension.name, escape(dimension.describe()))
     console.print(dimensions)
-    console.print(f"\n{enumeration.num_combinations} combinations of plan values, {enumeration.num_legal} are legal")
+    left = f", {enumeration.num_legal} of them worth a trial by the cost model" if forecast else ""
+    console.print(
+        f"\n{enumeration.num_combinations} combinations of plan values, {num_legal} are legal{left}", highlight=False
+    )
     counts = Table("removed by (one may be removed by several)", "combinations", box=None, header_style="dim")
     for rule, count in removed.items():
         counts.add_row(escape(rule), str(count))
@@ -225,7 +250,21 @@ def _print_dry_run(space: Space, enumeration: Enumeration, seed: int, *, as_json
     for chosen in candidates:
         run = space.candidate(chosen).run
         assert run is not None
-        console.print("  " + _one_line(run.plan.describe(), chosen), markup=False, highlight=False, soft_wrap=True)
+        line = "  " + _one_line(run.plan.describe(), chosen)
+        if forecast:
+            line += f"    estimated {_forecast_text(space, forecast.of(run))}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _forecast_data(space: Space, forecast: Forecast, chosen: dict[str, Any]) -> dict[str, dict[str, float]]:
+    run = space.candidate(chosen).run
+    assert run is not None
+    return {name: value._asdict() for name, value in forecast.of(run).items()}
+
+
+def _forecast_text(space: Space, forecasts: Mapping[ObjectiveName, Forecasted]) -> str:
+    known = [objective for objective in space.objectives if objective.name in forecasts]
+    return ", ".join(objective.text(forecasts[objective.name].value) for objective in known)
 
 
 def _one_line(plan: str, chosen: dict[str, Any]) -> str:

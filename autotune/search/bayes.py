@@ -74,12 +74,22 @@ def suggest(trial: Trial, space: Space) -> dict[str, Scalar]:
     return chosen
 
 
-def uniform_draws(space: Space, enumeration: Enumeration, seed: int) -> Iterator[dict[str, Scalar]]:
-    """Candidates drawn uniformly: plans from the legal ones, everything else from its range.
+def uniform_draws(
+    space: Space, enumeration: Enumeration, seed: int, ranks: np.ndarray | None = None
+) -> Iterator[dict[str, Scalar]]:
+    """Candidates drawn at random: plans from the legal ones, everything else from its range.
 
     A small discrete space is gone through once in random order, and then the iterator ends; else it is endless.
+
+    Args:
+        space: The space.
+        enumeration: Its legal plans.
+        seed: Of the draws.
+        ranks: ``[num_legal]`` ints, 0 for the most promising plans. A small space is gone through in this order; in an
+            endless one a plan is half as likely as one of the rank before. None draws plans uniformly.
     """
     rng = np.random.default_rng(seed)
+    ranks = np.zeros(enumeration.num_legal, dtype=np.int64) if ranks is None else ranks
     from_table = [d for d in space.dimensions if _is_enumerated(d)]
     others = [d for d in space.dimensions if not _is_enumerated(d)]
     choices = [dimension.choices() for dimension in others]
@@ -88,14 +98,18 @@ def uniform_draws(space: Space, enumeration: Enumeration, seed: int) -> Iterator
         sizes = [len(options or ()) for options in choices]
         if rows * math.prod(sizes) <= MAX_EXHAUSTIVE:
             cells = list(itertools.product(range(rows), *map(range, sizes)))
-            for index in rng.permutation(len(cells)):
+            order = rng.permutation(len(cells))
+            by_rank = np.argsort(ranks[[cells[index][0] for index in order]], kind="stable")
+            for index in order[by_rank]:
                 row, *picks = cells[index]
                 values = {d.name: (d.choices() or ())[pick] for d, pick in zip(others, picks, strict=True)}
                 yield _active(space, _row(enumeration, row, from_table) | values)
             return
+    cumulative = np.cumsum(0.5**ranks)
     while True:
         values = {dimension.name: _draw(dimension, rng) for dimension in others}
-        yield _active(space, _row(enumeration, int(rng.integers(rows)), from_table) | values)
+        row = int(np.searchsorted(cumulative, rng.uniform(0, cumulative[-1]), side="right"))
+        yield _active(space, _row(enumeration, min(row, rows - 1), from_table) | values)
 
 
 def _is_enumerated(dimension: Dimension) -> bool:

@@ -7,15 +7,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.space.objectives import Objective
+from autotune.space.objectives import Objective, ObjectiveName
 from autotune.study.lease import LEASE_PREFIX, Lease, current_lease
-from autotune.study.snapshot import TrialRow
+from autotune.study.snapshot import Forecasted, TrialRow
 from engine.config import RunConfig
 from engine.outcome import Outcome
 
@@ -44,6 +44,8 @@ class Record:
     """The rule that refused it."""
     of: int | None = None
     """The trial that is repeated, taken over, or equal."""
+    forecast: Mapping[ObjectiveName, Sequence[float]] = field(default_factory=dict)
+    """Objective name -> estimated value, low and high end, before the trial."""
 
     def encode(self) -> str:
         """As text."""
@@ -137,6 +139,7 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 seconds=outcome.wall_seconds if outcome is not None else None,
                 repeat_of=record.of if record.role == "repeat" else None,
                 folder=trial_folder(folder, trial.number),
+                forecast={name: Forecasted(*values) for name, values in record.forecast.items()},
             )
         )
     return tuple(rows)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from autotune.space.objectives import Objective
+from autotune.space.objectives import Objective, ObjectiveName
 from engine.outcome import Outcome
 
 Scalar = str | int | float | bool | None
+
+
+class Forecasted(NamedTuple):
+    """What the cost model said of an objective before the trial."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class TrialRow:
     """The trial this one repeats with another seed."""
     folder: Path | None = None
     """``trials/<id>``, with ``run.yaml``, ``outcome.json``, ``telemetry.jsonl`` and ``stdout.log``."""
+    forecast: dict[ObjectiveName, Forecasted] = field(default_factory=dict)
+    """Objective name -> what was estimated before the trial; empty where nothing was."""
 
 
 @dataclass(frozen=True)

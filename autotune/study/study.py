@@ -31,6 +31,7 @@ from autotune.search.bayes import (
 )
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Scalar, Space
+from autotune.study.forecast import Forecast
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
     CORPUS_KEY,
@@ -121,13 +122,15 @@ class Study:
         enumeration: Enumeration,
         storage: BaseStorage,
         num_trials: int | None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.folder = folder
         self.file = file
         self.space = space
         self.num_trials = num_trials
         self._started = time.time()
-        self._enumeration = enumeration
+        self._forecast = forecast
+        self._enumeration = forecast.enumeration if forecast else enumeration
         self._storage = storage
         self._table = TrialTable(storage, file.name, space)
         self._lock = threading.RLock()
@@ -149,6 +152,7 @@ class Study:
         storage_url: str | None = None,
         num_trials: int | None = None,
         seed: int | None = None,
+        forecast: Forecast | None = None,
     ) -> Study:
         """Create the study in ``folder``, or continue the one that is there.
 
@@ -159,6 +163,7 @@ class Study:
             storage_url: Database address; None for the journal in the folder, or for where the study lives already.
             num_trials: Trials in total, earlier ones included; None for no limit.
             seed: Seed of a new study (0 by default); of an existing one it must be the same.
+            forecast: What the cost model says of the candidates, to rank and filter them by; None to try them all.
 
         Raises:
             UserError: The space, seed or storage differs from the study's (with the difference), or it can't be opened.
@@ -182,7 +187,7 @@ class Study:
                 )
             url = absolute_url(storage_url) if storage_url else file.storage
             storage = open_database(url) if url else open_journal(folder)
-            study = cls(folder, file, space, enumeration, storage, num_trials)
+            study = cls(folder, file, space, enumeration, storage, num_trials, forecast)
             try:
                 study._claim_storage()
                 write_study_file(folder, file)
@@ -337,7 +342,8 @@ class Study:
             if record is None or record.role in ("trial", "refused", "cached"):
                 seen_choices.add(tuple(trial.params.items()))
                 seen_keys.add(record.key if record is not None else "")
-        draws = uniform_draws(self.space, self._enumeration, derive_seed(self.file.seed, "uniform", len(trials)))
+        seed = derive_seed(self.file.seed, "uniform", len(trials))
+        draws = uniform_draws(self.space, self._enumeration, seed, self._forecast.ranks if self._forecast else None)
         fresh = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
         for chosen in itertools.islice(fresh, MAX_UNIFORM_DRAWS):
             run = self.space.candidate(chosen).run
@@ -350,6 +356,9 @@ class Study:
         candidate = self.space.candidate(chosen)
         if candidate.run is None:
             self._reject(number, Record("refused", rule=candidate.rule))
+            return None
+        if self._forecast and (rule := self._forecast.refusal(candidate.run)):
+            self._reject(number, Record("refused", rule=rule))
             return None
         key = candidate_key(candidate.run)
         trials = self._table.all()
@@ -366,7 +375,8 @@ class Study:
             self._reject(number, Record("surplus", key=key))
             return None
         self._num_rejected = 0
-        record = Record("trial", key, candidate.run.plan.describe())
+        forecast = self._forecast.of(candidate.run) if self._forecast else {}
+        record = Record("trial", key, candidate.run.plan.describe(), forecast=forecast)
         self._table.write_record(number, record)
         return self._fresh(number, candidate.run, chosen, record)
 
