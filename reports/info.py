@@ -307,6 +307,8 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
     axes = get_axes(snapshot)
     columns = [Column("trial", "Trial", True), Column("status", "Status", False), Column("plan", "Plan", False)]
     columns += [Column(axis.name, axis.title, True, axis.decimals) for axis in axes]
+    forecast = [axis for axis in axes if any(axis.name in trial.forecast for trial in snapshot.trials)]
+    columns += [Column(f"estimated_{a.name}", f"Estimated {a.title.lower()}", True, a.decimals) for a in forecast]
     for name in names:
         numeric = all(v is None or _is_number(v) for v in (trial.parameters.get(name) for trial in snapshot.trials))
         columns.append(Column(name, short_name(name), numeric))
@@ -318,6 +320,9 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
         for axis in axes:
             value = None if trial.values is None else trial.values[axis.name] / axis.scale
             row.append(significant(value, SIGNIFICANT_DIGITS + 1))  # one more than shown, so that rounding is right
+        for axis in forecast:
+            estimated = trial.forecast[axis.name].value / axis.scale if axis.name in trial.forecast else None
+            row.append(significant(estimated, SIGNIFICANT_DIGITS + 1))
         row += [significant(trial.parameters.get(name), 4) for name in names]
         row += [significant(trial.seconds, 4), _detail(trial)]
         rows.append(tuple(row))

@@ -12,6 +12,7 @@ from html import escape
 import numpy as np
 import plotly.graph_objects as go
 
+from reports.forecasts import ForecastInfo
 from reports.importance import ImportanceInfo
 from reports.info import Axis, CloudInfo, HistoryInfo, PairInfo, ParallelInfo
 
@@ -91,6 +92,47 @@ def plot_cloud(info: CloudInfo) -> go.Figure:
     camera = {"eye": {"x": 1.75, "y": 1.75, "z": 0.9}}
     figure.update_layout(**_layout(), scene={**titles, "aspectmode": "cube", "camera": camera})
     figure.update_layout(margin={"l": 0, "r": 0, "t": 8, "b": 0})
+    return figure
+
+
+def plot_forecast(info: ForecastInfo) -> go.Figure:
+    """Estimates with their intervals over measurements; on the line they are equal."""
+    figure = go.Figure()
+    both = np.concatenate([info.measured, info.estimated])
+    ends = np.array([both.min(), both.max()]) * np.array([0.9, 1.1])
+    figure.add_trace(
+        go.Scatter(
+            x=_compact(ends),
+            y=_compact(ends),
+            mode="lines",
+            line={"color": GREY, "width": 1.5, "dash": "dot"},
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    )
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": _compact(np.maximum(info.high - info.estimated, 0)),
+        "arrayminus": _compact(np.maximum(info.estimated - info.low, 0)),
+        "thickness": 0.8,
+        "width": 0,
+        "color": GREY,
+    }
+    figure.add_trace(
+        go.Scatter(
+            x=_compact(info.measured),
+            y=_compact(info.estimated),
+            customdata=info.numbers,
+            mode="markers",
+            marker={"color": BLUE, "size": 7, "opacity": 0.85},
+            error_y=error,
+            showlegend=False,
+        )
+    )
+    figure.update_layout(**_layout(), hovermode="closest")
+    figure.update_xaxes(title=f"Measured ({info.axis.unit})")
+    figure.update_yaxes(title=f"Estimated ({info.axis.unit})")
     return figure
 
 

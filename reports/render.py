@@ -17,6 +17,7 @@ from autotune.study.snapshot import StudySnapshot
 from engine.atomic import write_text
 from engine.yaml_file import dump_yaml
 from reports import info, plots
+from reports.forecasts import get_forecasts
 from reports.importance import ImportanceInfo, get_importance
 
 if TYPE_CHECKING:
@@ -137,6 +138,13 @@ def _study_charts(snapshot: StudySnapshot, importance: ImportanceInfo) -> list[C
             f" so far dominate. Reference point (1.1 times the front's range): {', '.join(history.reference)}."
         )
         charts.append(Chart("history", "Progress over trials", caption, plots.plot_history(history)))
+    for forecast in get_forecasts(snapshot):
+        caption = (
+            f"What the cost model said of each candidate before its trial. {forecast.summary.capitalize()}. On the"
+            " dotted line both are equal; the bars are the estimates' intervals."
+        )
+        title = f"{forecast.axis.label}: estimated and measured"
+        charts.append(Chart(f"forecast-{forecast.axis.name}", title, caption, plots.plot_forecast(forecast)))
     if importance.shares:
         caption = (
             "How much each searched value decides whether a trial is among the best quarter by one objective"

@@ -277,6 +277,7 @@ def _print_end(
     console: Console, snapshot: StudySnapshot, ending: Nothing | None, chosen: int | None, runs_dir: Path, again: str
 ) -> None:
     from autotune.study.study import Nothing
+    from reports.forecasts import get_forecasts
     from reports.terminal import front_table
 
     console.print()
@@ -287,6 +288,10 @@ def _print_end(
             count = f"{value.num_repeats} repeat{'s' if value.num_repeats != 1 else ''}"
             line = f"  {value.objective.label.lower()}: {value.text} ({count})"
             console.print(line, highlight=False)
+    if forecasts := get_forecasts(snapshot):
+        console.print("\nestimated before the trials, against what they measured:", highlight=False)
+        for forecast in forecasts:
+            console.print(f"  {forecast.summary}", markup=False, highlight=False)
     if ending is Nothing.EXHAUSTED:
         console.print("\nevery candidate of the space was tried", highlight=False)
     where = [] if runs_dir == DEFAULT_RUNS else ["--runs-dir", str(runs_dir)]
@@ -309,6 +314,7 @@ def _repeats(snapshot: StudySnapshot, number: int) -> list[RepeatedValue]:
 def _result(snapshot: StudySnapshot, chosen: int | None) -> dict[str, Any]:
     """The result of a sweep as plain data."""
     from autotune.apply.select import front_trials
+    from reports.forecasts import get_forecasts
 
     kinds = [row.outcome.kind for row in snapshot.trials if row.outcome is not None]
     result: dict[str, Any] = {
@@ -321,6 +327,15 @@ def _result(snapshot: StudySnapshot, chosen: int | None) -> dict[str, Any]:
             {"trial": row.number, "plan": row.plan, "parameters": row.parameters, "values": row.values}
             for row in front_trials(snapshot)
         ],
+        "forecasts": {
+            forecast.axis.name: {
+                "num_trials": len(forecast.numbers),
+                "median_error_ratio": forecast.median_error_ratio,
+                "within_interval_ratio": forecast.within_ratio,
+                "rank_correlation": forecast.rank_correlation,
+            }
+            for forecast in get_forecasts(snapshot)
+        },
     }
     if chosen is not None:
         result["repeats"] = {

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from autotune.space.objectives import Objective, ObjectiveName
-from autotune.study.snapshot import StudySnapshot, TrialRow
+from autotune.study.snapshot import Forecasted, StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, Outcome
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;{{ 7 * 7 }}[red]'\"`"
@@ -39,6 +39,15 @@ def make_trial(
     return TrialRow(**fields | changes)
 
 
+def make_forecast(speed: float, memory: float, random: np.random.Generator) -> dict[ObjectiveName, Forecasted]:
+    """Estimates some per cent off, with intervals."""
+    speed, memory = speed * random.normal(1, 0.1), memory * random.normal(1, 0.05)
+    return {
+        "speed": Forecasted(speed, 0.8 * speed, 1.25 * speed),
+        "memory": Forecasted(memory, 0.9 * memory, 1.1 * memory),
+    }
+
+
 def make_snapshot(
     num_trials: int = 40,
     *,
@@ -48,6 +57,7 @@ def make_snapshot(
     num_pending: int = 0,
     num_repeats: int = 0,
     hostile: bool = False,
+    estimated: bool = False,
     folder: Path = Path("runs/studies/tiny"),
     seed: int = 0,
 ) -> StudySnapshot:
@@ -94,6 +104,7 @@ def make_snapshot(
                 objectives=objectives,
                 parameters=parameters,
                 plan=plan,
+                forecast=make_forecast(speed, memory, random) if estimated else {},
                 seconds=float(random.uniform(5, 30)),
                 folder=folder / "trials" / str(number),
             )
