@@ -1,0 +1,309 @@
+"""Memory of the fullest device, by part, in closed form.
+
+A pipeline rank holds parameters of its layers (with the embedding or the head at the ends), their gradients and
+optimizer states under ZeRO, and the activations of the micro-batches in flight. Two moments can be the peak: the turn
+from forward to backward pass, with all activations and the logits, and the end of the step, with all gradients and what
+the optimizer needs. The first, the second and the last rank are computed for every plan and the fullest is told: in
+between, layers and micro-batches in flight only fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.cost.activations import LayerActivations, element_bytes, layer_activations
+from autotune.cost.columns import PlanColumns
+from autotune.cost.memory_recipe import MemoryRecipe
+from autotune.cost.pipeline import DUALPIPEV, ZBV, in_flight
+from autotune.cost.shapes import ModelShape, Number
+from engine.units import GIB
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """Memory of ``n`` plans; every array is ``[n]``, bytes."""
+
+    parts: Mapping[str, np.ndarray]
+    """By part (``MEMORY_PARTS`` of ``estimate.py``) of the fullest rank; they add up to ``memory_bytes``."""
+    fullest_stage: np.ndarray
+    """Pipeline rank of the fullest device."""
+    allocated_bytes: np.ndarray
+    """Peak of live tensors (torch's ``max_memory_allocated``)."""
+    reserved_bytes: np.ndarray
+    """What the allocator holds at its peak (torch's ``max_memory_reserved``)."""
+    memory_bytes: np.ndarray
+    """All memory of the device: reserved, communicators, driver and libraries (``nvidia-smi``)."""
+    low_bytes: np.ndarray
+    """Lower end of the interval."""
+    high_bytes: np.ndarray
+    """Upper end: a plan is taken to fit where this is within the device's memory."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What pipeline ranks hold; arrays ``[k, n]`` for ``k`` ranks of ``n`` plans."""
+
+    dense_layers: np.ndarray
+    moe_layers: np.ndarray
+    has_embedding: np.ndarray
+    has_head: np.ndarray
+    in_flight: np.ndarray
+    """Micro-batches whose activations are held at the peak."""
+
+
+def memory(
+    shape: ModelShape,
+    c: PlanColumns,
+    recipe: MemoryRecipe,
+    *,
+    overhead_bytes: Number,
+    num_states: Number = 2,
+    fused_attention: Number = True,
+    dropout: Number = 0,
+    imbalance: Number = 1.0,
+) -> MemoryTable:
+    """Memory of the fullest rank of every plan.
+
+    Args:
+        shape: The architecture, one for all plans or one per plan.
+        c: ``n`` plans.
+        recipe: What the training stack keeps, one for all plans or one per plan.
+        overhead_bytes: Memory of driver and libraries before the first tensor.
+        num_states: Optimizer states per parameter: 2 for AdamW, 1 for SGD with momentum, 0 for plain SGD.
+        fused_attention: Whether attention keeps no score matrix.
+        dropout: Whether there is dropout.
+        imbalance: Tokens of the rank with the most, relative to the mean, with experts.
+    """
+    n = len(c)
+    last = np.broadcast_to(np.asarray(c.pp), (n,)) - 1
+    ranks = np.stack([np.zeros_like(last), np.minimum(1, last), last])
+    parts, allocated = memory_of_ranks(
+        shape,
+        c,
+        recipe,
+        ranks,
+        num_states=num_states,
+        fused_attention=fused_attention,
+        dropout=dropout,
+        imbalance=imbalance,
+    )
+    fullest = allocated.argmax(axis=0)
+    rows = np.arange(n)
+    chosen = {name: part[fullest, rows] for name, part in parts.items()}
+    live = allocated[fullest, rows]
+    reserved = live * (1 + recipe.slack_ratio)
+    groups = sum((np.asarray(degree) > 1).astype(np.float64) for degree in (c.tp, c.pp, c.dp, c.cp, c.ep))
+    fixed = overhead_bytes + (recipe.context_gib + recipe.group_gib * groups) * GIB
+    total = reserved + fixed
+    chosen["overhead"] = total - live
+    interval = recipe.interval_ratio
+    return MemoryTable(
+        parts=chosen,
+        fullest_stage=ranks[fullest, rows],
+        allocated_bytes=live,
+        reserved_bytes=reserved,
+        memory_bytes=total,
+        low_bytes=total * (1 - interval),
+        high_bytes=total * (1 + interval),
+    )
+
+
+def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShare:
+    """Layers, ends of the model and micro-batches in flight of pipeline ranks.
+
+    Args:
+        shape: The architecture.
+        c: ``n`` plans.
+        ranks: ``[k, n]``: pipeline ranks.
+    """
+    pp, v = np.asarray(c.pp), np.asarray(c.virtual_stages)
+    vee = ((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (pp > 1)
+    last = pp - 1
+    at_start, at_end = ranks == 0, np.where(vee, ranks == 0, ranks == last)
+    stages = pp * v
+    whole, rest = shape.num_layers // stages, shape.num_layers % stages
+    even = (c.first_stage_layers == whole + (rest > 0)) & (c.largest_stage_layers == whole + (rest > 0))
+    even = even & (c.last_stage_layers == whole)
+    # Stages of a rank among the first `rest` ones, which have a layer more: rank, rank + pp ... (V: 2 pp - 1 - rank).
+    more = np.maximum(0, -((ranks - rest) // pp))
+    more = np.where(vee, (ranks < rest) * 1 + (2 * pp - 1 - ranks < rest), more)
+    split = v * whole + more
+    inner = (shape.num_layers - c.first_stage_layers - c.last_stage_layers) / np.maximum(stages - 2, 1)
+    inner = np.where(v > 1, inner, c.largest_stage_layers)
+    ends = at_start * 1 + at_end
+    uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
+    layers = np.where(pp == 1, shape.num_layers, np.where(even, split, uneven))
+    leading = np.minimum(shape.num_leading_dense_layers, np.where(at_start, c.first_stage_layers, 0))
+    density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
+    moe = (layers - leading) * density
+    held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
+    return RankShare(layers - moe, moe, at_start * 1.0, at_end * 1.0, held)
+
+
+def memory_of_ranks(
+    shape: ModelShape,
+    c: PlanColumns,
+    recipe: MemoryRecipe,
+    ranks: np.ndarray,
+    *,
+    num_states: Number,
+    fused_attention: Number,
+    dropout: Number,
+    imbalance: Number,
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Parts of live memory of given pipeline ranks.
+
+    Args:
+        shape: The architecture.
+        c: ``n`` plans.
+        recipe: What the stack keeps.
+        ranks: ``[k, n]``.
+        num_states: See ``memory``.
+        fused_attention: See ``memory``.
+        dropout: See ``memory``.
+        imbalance: See ``memory``.
+
+    Returns:
+        Bytes by part and their sum, each ``[k, n]``; the overhead is not among them.
+    """
+    share = rank_share(shape, c, ranks)
+    kinds = layer_activations(shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance)
+    parts = _states(shape, c, recipe, share, num_states)
+    moving = _moving(shape, c, recipe, share, kinds)
+    return _at_peak(c, recipe, parts, moving)
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes that stay, ``[k, n]``, and what the collectives over them need."""
+
+    parameters: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+    gathered: np.ndarray
+    """Parameters gathered for the layers at work, and gradients on their way to their shards."""
+    step: np.ndarray
+    """What the optimizer step needs for itself."""
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """Bytes that come and go, ``[k, n]``."""
+
+    activations: np.ndarray
+    logits: np.ndarray
+    backward: np.ndarray
+    """Within the backward pass of a layer."""
+    buffers: np.ndarray
+
+
+def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:
+    """Parameters that one rank holds, before any sharding, of a dense layer, of a layer with experts without the
+    routed ones, and of its routed experts.
+
+    Experts are split over ep * etp and never over tp; norms, routers and latent down-projections are on every
+    tensor-parallel rank; where tp exceeds the key and value heads, each is held by several ranks.
+    """
+    tp = np.asarray(c.tp, dtype=np.float64)
+    whole = shape.replicated_layer_parameters
+    again = np.maximum(1 - shape.num_kv_heads / tp, 0) * shape.hidden * (shape.query_key_dim + shape.value_dim)
+    dense = (shape.dense_layer_parameters - whole) / tp + whole + again
+    moe = (shape.moe_layer_parameters - whole) / tp + whole + again
+    experts = shape.expert_parameters / (np.asarray(c.ep, dtype=np.float64) * c.etp)
+    return dense, moe, experts
+
+
+def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:
+    """Parameters of embedding, positions and head on a rank; a tied head needs none where the embedding is."""
+    table = shape.vocab * shape.hidden / np.where(c.vocab_parallel, np.asarray(c.tp, dtype=np.float64), 1.0)
+    positions = shape.learned_positions * shape.hidden
+    head = share.has_head * (1 - shape.tied * share.has_embedding)
+    return share.has_embedding * (table + positions) + head * table
+
+
+def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, num_states: Number) -> _States:
+    dense, moe, experts = layer_share(shape, c)
+    common = share.dense_layers * dense + share.moe_layers * moe + _ends(shape, c, share)
+    routed = share.moe_layers * experts
+    shard = np.asarray(c.dp_shard * c.cp, dtype=np.float64)
+    expert_shard = np.maximum(shard * c.tp / (np.asarray(c.ep, dtype=np.float64) * c.etp), 1.0)
+    number, sharded = common + routed, common / shard + routed / expert_shard
+
+    e = element_bytes(c)
+    half, stored_once = e == 2, np.asarray(recipe.shards_stored) > 0
+    pipelined = stored_once & (c.pp > 1)  # gathered for the whole step there
+    is_sharded = c.dp_shard * c.cp > 1
+    stage = np.asarray(c.zero_stage)
+    split_stored = (stage >= 1) & (half | stored_once) | (stage >= 3)
+    stored = np.where(half, recipe.master_bytes, e) * np.where(split_stored, sharded, number)
+    free = (stage >= 3) & ~pipelined
+    working = np.where(free, np.where(stored_once, 0.0, sharded), number)
+    copied = half | (stored_once & is_sharded)
+    parameters = stored + np.where(copied, np.where(half, recipe.working_bytes, e), 0.0) * working
+
+    many = c.num_micro_batches > 1
+    split_gradients = (stage >= 2) & ~(stored_once & many & ((stage < 3) | (c.pp > 1)))
+    gradient = np.where(half, recipe.gradient_bytes, e)
+    gradients = gradient * np.where(split_gradients, sharded, number) + recipe.extra_gradient_bytes * number
+    split_states = np.where(stage >= 1, sharded, number)
+    optimizer = num_states * np.where(half, recipe.state_bytes, e) * split_states
+
+    layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
+    group = np.maximum(layer, _ends(shape, c, share))
+    gathered = np.where(free & is_sharded, e * 2 * layer, 0.0)
+    reduced = np.where((stage >= 2) & is_sharded & stored_once, (e + gradient) * layer, 0.0)
+    buffers = gathered + reduced + np.where(is_sharded, recipe.bucket_bytes, 0.0) + 0 * group
+    onto_device, states_onto_device = 1 - c.offload_parameters_ratio, 1 - c.offload_optimizer_ratio
+    return _States(
+        parameters * onto_device,
+        gradients,
+        optimizer * states_onto_device,
+        buffers,
+        recipe.step_bytes * split_states,
+    )
+
+
+def _moving(
+    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, kinds: LayerActivations
+) -> _Moving:
+    saved = share.dense_layers * kinds.dense + share.moe_layers * kinds.moe
+    activations = share.in_flight * saved
+    backward = np.maximum(
+        np.where(share.dense_layers > 0, kinds.dense_backward, 0.0),
+        np.where(share.moe_layers > 0, kinds.moe_backward, 0.0),
+    )
+    e = element_bytes(c)
+    tokens = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
+    width = shape.vocab / np.where(c.vocab_parallel, np.asarray(c.tp, dtype=np.float64), 1.0)
+    wide = np.maximum(e, 4.0)
+    logits = share.has_head * tokens * width * (e + wide * np.maximum(recipe.logit_copies - (e == wide), 0))
+    sends = recipe.stage_buffers + recipe.stage_buffers_per_micro_batch * c.num_micro_batches
+    sends = sends + recipe.keeps_stage_outputs * share.in_flight
+    return _Moving(activations, logits, backward, np.where(c.pp > 1, sends * kinds.stream, 0.0))
+
+
+def _at_peak(
+    c: PlanColumns, recipe: MemoryRecipe, states: _States, moving: _Moving
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Parts at the greater of the two moments."""
+    early = np.asarray(recipe.preallocates_gradients) > 0
+    held = np.where(early | (c.num_micro_batches > 1), states.gradients, 0.0)
+    in_logits = moving.logits >= moving.backward
+    turn = moving.activations + np.maximum(moving.logits, moving.backward) + held + states.gathered + moving.buffers
+    end = states.gradients + np.maximum(moving.backward + states.gathered, states.step)
+    at_turn = turn >= end
+    zero = np.zeros_like(turn)
+    parts = {
+        "parameters": states.parameters + zero,
+        "gradients": np.where(at_turn, held, states.gradients),
+        "optimizer": states.optimizer + zero,
+        "activations": np.where(at_turn, moving.activations + np.where(in_logits, 0.0, moving.backward), 0.0),
+        "logits": np.where(at_turn & in_logits, moving.logits, 0.0),
+        "buffers": np.where(
+            at_turn, states.gathered + moving.buffers, np.maximum(moving.backward + states.gathered, states.step)
+        ),
+    }
+    return parts, parts["parameters"] + parts["optimizer"] + np.maximum(turn, end)

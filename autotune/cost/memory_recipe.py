@@ -1,0 +1,115 @@
+"""What a training stack keeps in memory: which copies of parameters, gradients and activations, as data.
+
+Stacks differ by a factor of two in memory for one plan, and hardly at all in the formulas: so the formulas
+(``memory.py``, ``activations.py``) are written once, over the numbers of a recipe (``memory.yaml``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from autotune.cost.shapes import Number
+from engine.errors import UserError
+from engine.yaml_file import read_yaml
+
+RECIPES_FILE = Path(__file__).with_name("memory.yaml")
+
+
+@dataclass(frozen=True)
+class MemoryRecipe:
+    """One stack; each field is one number, or ``[n]`` with one per row of a table.
+
+    Bytes per parameter are those of a plan in bf16, fp16 or fp8; in fp32 and fp64 there is one copy of each, in that
+    width, and a gathered one where ``shards_stored``.
+    """
+
+    master_bytes: Number
+    """Bytes per parameter of the copy that the optimizer updates, sharded from ZeRO-1 on."""
+    working_bytes: Number
+    """Bytes per parameter of the copy that is computed with, whole below ZeRO-3."""
+    shards_stored: Number
+    """1 where parameters are stored once, sharded from ZeRO-1 on, and gathered in compute precision (FSDP)."""
+    gradient_bytes: Number
+    """Bytes per parameter of the gradients that are summed over micro-batches."""
+    extra_gradient_bytes: Number
+    """Bytes per parameter of further gradients that are never sharded."""
+    preallocates_gradients: Number
+    """1 where gradients have their memory for the whole step, 0 where they appear in the backward pass."""
+    state_bytes: Number
+    """Bytes per parameter of one optimizer state (AdamW has two)."""
+    step_bytes: Number
+    """Bytes per parameter, sharded as the states are, that the optimizer step needs for itself."""
+    bucket_bytes: Number
+    """Communication buffers of data parallelism that don't depend on the model."""
+    saves_fp8: Number
+    """1 where fp8 plans keep the inputs of matrix products in fp8."""
+    saves_gathered: Number
+    """1 where sequence parallelism keeps the gathered inputs of matrix products, 0 where it gathers them again."""
+    norm_saved_bytes: Number
+    """Bytes per element of the input that a norm keeps; in plans with wider activations those are kept."""
+    gated_widths: Number
+    """Tensors as wide as the feed-forward that a gated one keeps (3 where activation and product are one kernel)."""
+    plain_widths: Number
+    """The same of a plain feed-forward."""
+    attention_copies: Number
+    """Further copies of queries, keys and values kept."""
+    expert_copies: Number
+    """Tensors of hidden size kept for each token and expert it is sent to."""
+    selective_saves_products: Number
+    """What selective recompute keeps: 1 every other matrix product (per operation), 0 all but attention's scores."""
+    logit_copies: Number
+    """Copies of the logits in fp32 beside those in compute precision, at the peak."""
+    working_ratio: Number
+    """Memory of the gradients of activations within a layer's backward pass, relative to the widths of its tensors."""
+    keeps_stage_outputs: Number
+    """1 where a pipeline stage keeps its outputs until their backward pass."""
+    stage_buffers: Number
+    """Buffers of one micro-batch for pipeline sends."""
+    stage_buffers_per_micro_batch: Number
+    """Further such buffers for each micro-batch of the step."""
+    slack_ratio: Number
+    """Memory that the allocator reserves beyond the peak of live tensors, relative to it."""
+    group_gib: Number
+    """Memory of the communicator of one parallel axis, GiB."""
+    context_gib: Number
+    """Memory of libraries beyond the device's own overhead, GiB."""
+    interval_ratio: Number
+    """Half-width of the interval, relative."""
+
+    @classmethod
+    def rows(cls, recipes: Sequence[Self], index: np.ndarray) -> Self:
+        """One recipe per row of a table.
+
+        Args:
+            recipes: Single recipes.
+            index: ``[n]``: which of them each row has.
+        """
+        return cls(**{f.name: np.array([getattr(r, f.name) for r in recipes])[index] for f in fields(cls)})
+
+
+@functools.cache
+def recipes() -> dict[str, MemoryRecipe]:
+    """Name -> recipe, from ``memory.yaml``."""
+    data = read_yaml(RECIPES_FILE).data
+    return {
+        name: MemoryRecipe(**{key: float(value) for key, value in entry.items() if key not in ("title", "source")})
+        for name, entry in data.items()
+    }
+
+
+def recipe(name: str) -> MemoryRecipe:
+    """The recipe called ``name``.
+
+    Raises:
+        UserError: There is none.
+    """
+    known = recipes()
+    if name not in known:
+        raise UserError(f"unknown memory recipe {name!r}", hint=f"known are {', '.join(known)}")
+    return known[name]
