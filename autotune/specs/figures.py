@@ -61,8 +61,13 @@ class LinkFigures(Schema):
     """Bandwidth of one device to the others in one direction that large messages attain, 10^9 bytes/s."""
     latency_us: NonNegative
     """Time of one hop of an empty message, microseconds."""
+    start_us: NonNegative = 7.0
+    """Time of a collective beyond its hops, microseconds."""
     half_mb: NonNegative = 1.0
     """Message per hop (10^6 bytes) at which half of the bandwidth is attained."""
+    pair_gb_per_second: Positive | None = None
+    """Bandwidth between two devices where each pair has links of its own, 10^9 bytes/s; null where a switch gives a
+    pair all of ``gb_per_second``."""
     reduction_gb_per_second: Positive | None = None
     """Bandwidth of an all-reduce computed inside the switches (NVLS, SHARP), as the bus bandwidth; null without."""
     reduction_min_devices: Count = 2
@@ -75,13 +80,25 @@ class SoftwareFigures(Schema):
     title: str
     """What it is."""
     compute_ratio: Positive = 1.0
-    """Compute time relative to the device's figures."""
+    """Time of matrix products relative to the device's figures."""
+    attention_ratio: Positive = 1.0
+    """Time of fused attention relative to the device's figure (generations of the kernel)."""
+    memory_bound_ratio: Positive = 1.0
+    """Time of element-wise operators relative to the device's figure (how many are fused)."""
+    fp8_ratio: Positive = 1.0
+    """Rate of 8-bit products relative to the device's figure: recipes of scales differ."""
     communication_ratio: Positive = 1.0
     """Communication time relative to the links' figures."""
     host_ratio: Positive = 1.0
     """Launch overhead relative to the device's figure."""
+    dp_overlap_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the data-parallel communication that may run beside compute, where the plan overlaps it."""
+    imbalance_ratio: NonNegative = 0.1
+    """Tokens of the fullest expert rank above the mean, relative; benchmarks that force balance have 0."""
     fused_attention: bool = True
     """Whether attention is one kernel that keeps no score matrix."""
+    memory_recipe: str = "megatron"
+    """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """Half-width of the interval of its time estimates, relative; null takes the device's."""
     source: str = ""
