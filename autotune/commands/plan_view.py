@@ -1,0 +1,457 @@
+"""How ``autotune plan`` shows its answer in a terminal: tables, bars and sentences over the planner's plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autotune.search.answer import Answer, Change, Choice, Counts, Misfit, Rival, Rung
+from autotune.search.compare import Comparison
+from autotune.search.estimated import MFU_CONVENTION, EstimatedPlan, Figure
+from autotune.search.words import (
+    CHOICE_NAMES,
+    MEMORY_NAMES,
+    TIME_NAMES,
+    choice_words,
+    layout_words,
+    settings_words,
+    shared_settings,
+    value_words,
+)
+from engine.flops import parameter_counts
+from engine.units import GIB, format_bytes, format_count
+
+MOST_RULES = 6
+"""Rules named with their counts; the rest is summed."""
+LEAST_BAR_RATIO = 0.005
+"""Parts below this share of the whole are put together."""
+MOST_CHANGES = 6
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def print_answer(console: Console, answer: Answer) -> None:
+    """Print the whole answer."""
+    for part in answer_parts(answer, console.width):
+        console.print(part, highlight=False, soft_wrap=False)
+
+
+def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
+    """The answer's sections in order, for a terminal of ``width`` columns."""
+    yield header(answer)
+    if answer.misfit is not None:
+        yield from _misfit_parts(answer, answer.misfit)
+    if answer.plans:
+        yield ""
+        yield plan_table(answer)
+        yield Text(mfu_line(answer), style="dim")
+        for line in tie_lines(answer):
+            yield Text(line)
+        best = answer.plans[0]
+        yield ""
+        yield bars(
+            f"Step time of plan 1: {seconds_text(best.step_seconds.value)}", best.time, TIME_NAMES, seconds_text, width
+        )
+        hidden = hidden_line(best)
+        if hidden:
+            yield Text(f"  {hidden}", style="dim")
+        yield ""
+        yield bars(memory_title(best), best.memory, MEMORY_NAMES, format_bytes, width)
+        yield ""
+        yield heading("What binds")
+        yield from (_indented(line) for line in binding_lines(answer))
+        if len(answer.plans) > 1:
+            yield ""
+            yield heading("Why not plan 2")
+            yield from (_indented(line) for line in runner_up_lines(answer.comparisons[1]))
+    if answer.choices:
+        yield ""
+        yield choices_table(answer.choices)
+    if answer.changes and answer.plans:
+        yield ""
+        yield changes_table("What would help most", answer.changes[:MOST_CHANGES], answer.plans[0])
+    if answer.ladder:
+        yield ""
+        yield ladder_table(answer.ladder)
+    if answer.rival is not None:
+        yield ""
+        yield from rival_parts(answer, answer.rival)
+
+
+# --------------------------------------------------------------------------------------------------------------- header
+
+
+def header(answer: Answer) -> RenderableType:
+    """Model, machines, batch, pins, and what became of the combinations."""
+    question = answer.question
+    counts = parameter_counts(question.model)
+    active = f", {format_count(counts.active)} active" if counts.active != counts.total else ""
+    cluster = question.cluster
+    lines = [
+        ("model", f"{question.model.name}, {format_count(counts.total)} parameters{active}"),
+        ("cluster", f"{cluster.describe()}, {cluster.num_devices} devices"),
+        (
+            "batch",
+            f"{question.global_batch_size} sequences of {question.sequence_length} tokens ="
+            f" {format_count(question.batch_tokens)} tokens",
+        ),
+    ]
+    if question.memory_limit_bytes < cluster.memory_bytes:
+        lines.append(("limit", f"{format_bytes(question.memory_limit_bytes)} of each device"))
+    if question.pins:
+        lines.append(("pinned", ", ".join(choice_words(name, values) for name, values in question.pinned.items())))
+    lines.append(("searched", counts_text(answer.counts)))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        table.add_row(name, Text(value))
+    for note in answer.notes:
+        table.add_row("note", Text(note, style="yellow"))
+    return table
+
+
+def counts_text(counts: Counts) -> str:
+    """How many combinations there were, what removed them, and how long it took."""
+    illegal = sum(counts.removed.values())
+    told = f"{counts.num_combinations:,} combinations in {counts.seconds:.1f} s: {counts.num_fitting:,} fit"
+    if counts.num_not_fitting:
+        told += f", {counts.num_not_fitting:,} need more memory"
+    if counts.num_bounded:
+        told += f", {counts.num_bounded:,} told by a bound not to be best"
+    if not illegal:
+        return told
+    ranked = sorted(counts.removed.items(), key=lambda item: -item[1])
+    named = [f"{rule} {count:,}" for rule, count in ranked[:MOST_RULES]]
+    rest = sum(count for _, count in ranked[MOST_RULES:])
+    if rest:
+        named.append(f"others {rest:,}")
+    return f"{told}; removed by rule: {', '.join(named)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def plan_table(answer: Answer) -> Table:
+    """The ranked plans; under each figure its interval."""
+    plans = answer.plans
+    shared = shared_settings([plan.plan for plan in plans])
+    unit, scale = time_unit(plans[0].step_seconds.value)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold", ratio=1)
+    for name in (f"step {unit}", "tokens/s", "memory GiB", "MFU %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, plan in enumerate(plans, start=1):
+        tied = rank > 1 and answer.comparisons[rank - 1].is_tie
+        label = Text(layout_words(plan.plan), style="bold" if rank == 1 else "")
+        settings = settings_words(plan.plan, shared)
+        cells = [label + Text(f"\n{settings}", style="dim") if settings else label]
+        cells += [
+            _interval(plan.step_seconds, lambda value: f"{value * scale:.3g}"),
+            _interval(plan.tokens_per_second, format_count),
+            _interval(plan.memory_bytes, lambda value: f"{value / GIB:.1f}"),
+            _interval(plan.mfu, lambda value: f"{value * 100:.1f}") if plan.mfu else Text("unknown"),
+        ]
+        table.add_row(f"{'≈' if tied else ''}{rank}", *cells)
+    if shared:
+        table.caption = Text(f"all: {', '.join(shared.values())}")
+        table.caption_justify = "left"
+    return table
+
+
+def mfu_line(answer: Answer) -> str:
+    """How MFU is counted, with the best plan's HFU."""
+    best = answer.plans[0]
+    if best.mfu is None or best.hfu is None:
+        return f"MFU is unknown: no peak of {best.plan.precision} is known for {answer.question.cluster.device_kind}"
+    peak = answer.question.cluster.peak_flops[best.plan.precision] / 1e12
+    told = f"MFU: {MFU_CONVENTION}; of the dense {best.plan.precision} peak, {peak:.4g} TFLOP/s a device."
+    return f"{told} HFU (recompute counted) of plan 1: {best.hfu.value * 100:.1f} %"
+
+
+def tie_lines(answer: Answer) -> list[str]:
+    """Which plans the estimate can't tell from the best."""
+    tied = [rank for rank, other in enumerate(answer.comparisons, start=1) if rank > 1 and other.is_tie]
+    if not tied:
+        return []
+    names = ", ".join(map(str, tied[:-1])) + (" and " if len(tied) > 1 else "") + str(tied[-1])
+    one = len(tied) == 1
+    return [
+        f"≈ Plan{'' if one else 's'} {names} {'is' if one else 'are'} as good as plan 1, as far as the estimate can"
+        " tell: the difference lies within its own interval (what both plans share cancels). Measure them, or prefer"
+        " the one with less memory."
+    ]
+
+
+def _interval(figure: Figure, text: Callable[[float], str]) -> Text:
+    low, high = text(figure.low), text(figure.high)
+    return Text(text(figure.value)) + Text(f"\n{low}–{high}", style="dim")
+
+
+# -------------------------------------------------------------------------------------------------------- where it goes
+
+
+def bars(
+    title: str, parts: Mapping[str, float], names: Mapping[str, str], text: Callable[[float], str], width: int
+) -> RenderableType:
+    """Parts of a whole as bars, largest first; small ones together."""
+    whole = sum(parts.values()) or 1.0
+    shown = sorted(((name, size) for name, size in parts.items()), key=lambda item: -item[1])
+    large = [(names[name], size) for name, size in shown if size >= LEAST_BAR_RATIO * whole]
+    small = whole - sum(size for _, size in large)
+    if small > 1e-9 * whole:
+        large.append(("the rest", small))
+    most = max(size for _, size in large)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    length = max(10, min(40, width - 56))
+    for name, size in large:
+        bar = Text(bar_text(size / most, length), style="cyan")
+        table.add_row(f"  {name}", bar, text(size), f"{size / whole * 100:.1f} %")
+    return Group(heading(title), table)
+
+
+def bar_text(ratio: float, length: int) -> str:
+    """A bar of ``ratio`` of ``length`` columns, to an eighth of a column."""
+    eighths = round(ratio * length * 8)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def hidden_line(plan: EstimatedPlan) -> str:
+    """Communication that runs beside compute; empty where there is none."""
+    least = LEAST_BAR_RATIO * plan.step_seconds.value
+    parts = [f"{TIME_NAMES[name]} {seconds_text(size)}" for name, size in plan.hidden.items() if size > least]
+    return f"hidden beside compute: {', '.join(parts)}" if parts else ""
+
+
+def memory_title(plan: EstimatedPlan) -> str:
+    """What the memory bars are of."""
+    stage = f" of pipeline rank {plan.fullest_stage}" if plan.plan.pp > 1 else ""
+    limit = format_bytes(plan.memory_limit_bytes)
+    return f"Memory of plan 1 on the fullest device{stage}: {format_bytes(plan.memory_bytes.value)} of {limit}"
+
+
+def binding_lines(answer: Answer) -> list[str]:
+    """What the step is spent on by resource, and whether memory limits it."""
+    shares = [share for share in answer.shares if share.ratio >= LEAST_BAR_RATIO]
+    told = ", ".join(f"{share.resource} {share.ratio * 100:.0f} %" for share in shares)
+    lines = [f"{shares[0].resource} binds. Of the step: {told}."]
+    if answer.memory_binds_ratio is not None:
+        lines.append(
+            f"Memory binds too: without its limit a step would be {percent(answer.memory_binds_ratio)} faster."
+        )
+    return lines
+
+
+def runner_up_lines(comparison: Comparison) -> list[str]:
+    """Why the second plan loses, by part and by choice."""
+    lines = [f"It {_slower(comparison)}: {parts_text(comparison)}."]
+    if comparison.is_tie:
+        lines.append("That is less than the estimate can tell.")
+    if comparison.choices:
+        lines.append(f"It differs in {choices_text(comparison)}.")
+    return lines
+
+
+def parts_text(comparison: Comparison) -> str:
+    """Differences by part, with signs."""
+    parts = [f"{signed_seconds(size)} {TIME_NAMES[part]}" for part, size in comparison.largest_parts()]
+    return ", ".join(parts) or "no part differs"
+
+
+def choices_text(comparison: Comparison) -> str:
+    """In which choices a plan differs, from the better plan's value to its own."""
+    told = [
+        f"{CHOICE_NAMES.get(name, name.replace('_', ' '))} {value_words(one)} → {value_words(other)}"
+        for name, (one, other) in comparison.choices.items()
+    ]
+    return ", ".join(told)
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """What it costs to decide otherwise, one line a choice."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.title = "What each choice is worth: best plan with each value, against plan 1"
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column("choice", no_wrap=True)
+    table.add_column("value: step time more", overflow="fold")
+    for name in dict.fromkeys(choice.name for choice in choices):
+        cells = [f"{value_words(c.value)}: {_loss(c)}" for c in choices if c.name == name]
+        table.add_row(f"  {CHOICE_NAMES.get(name, name)}", "   ".join(cells))
+    return table
+
+
+def _loss(choice: Choice) -> str:
+    if choice.plan is None:
+        return "none fits"
+    return "best" if abs(choice.loss_ratio) < 5e-4 else f"+{percent(choice.loss_ratio)}"
+
+
+# ------------------------------------------------------------------------------------------------------ what would help
+
+
+def changes_table(title: str, changes: Sequence[Change], best: EstimatedPlan | None) -> RenderableType:
+    """Single changes with their gain and the plan they lead to."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("  change", "tokens/s", "step", "best plan then"):
+        table.add_column(name, overflow="fold", justify="left" if name in ("  change", "best plan then") else "right")
+    for change in changes:
+        if change.plan is None:
+            table.add_row(f"  {change.words}", "", "", "nothing fits")
+            continue
+        gain = (
+            signed_percent(change.gain_ratio) if best is not None else format_count(change.plan.tokens_per_second.value)
+        )
+        then = "the same" if change.keeps_plan else layout_words(change.plan.plan)
+        if not change.keeps_plan:
+            then += f", {settings_words(change.plan.plan, _least_settings(change.plan, best))}"
+        table.add_row(f"  {change.words}", gain, seconds_text(change.plan.step_seconds.value), Text(then, style="dim"))
+    return Group(heading(title), table)
+
+
+def _least_settings(plan: EstimatedPlan, best: EstimatedPlan | None) -> dict[str, str]:
+    """Settings that a plan shares with the best: they need no words."""
+    return shared_settings([plan.plan, best.plan]) if best is not None else {}
+
+
+def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
+    """From data parallelism alone to the best plan."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("  allowed so far", "step", "gain", "memory GiB", "plan"):
+        left = name in ("  allowed so far", "plan")
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    for rung in ladder:
+        name = f"  {rung.words}"
+        if rung.plan is None:
+            table.add_row(name, "", "", "", Text(rung.reason, style="dim"))
+            continue
+        fits = not rung.reason
+        step = seconds_text(rung.plan.step_seconds.value) if fits else "-"
+        gain = signed_percent(rung.gain_ratio) if rung.gain_ratio is not None else ""
+        plan = layout_words(rung.plan.plan) + ("" if fits else f" ({rung.reason})")
+        memory = f"{rung.plan.memory_bytes.value / GIB:.1f}"
+        table.add_row(name, step, gain, Text(memory, style="" if fits else "red"), Text(plan, style="dim"))
+    return Group(heading("From data parallelism alone to the best plan"), table)
+
+
+# ------------------------------------------------------------------------------------------------ nothing fits, a rival
+
+
+def _misfit_parts(answer: Answer, misfit: Misfit) -> Iterable[RenderableType]:
+    closest = misfit.closest
+    needed = f"{format_bytes(closest.memory_bytes.high)} with its margin"
+    yield ""
+    yield Text("No plan fits.", style="bold red")
+    yield Text(
+        f"Closest is {layout_words(closest.plan)} ({settings_words(closest.plan)}): it needs {needed},"
+        f" {format_bytes(closest.excess_bytes)} more than the {format_bytes(closest.memory_limit_bytes)} allowed."
+    )
+    yield Text(f"Most of it: {MEMORY_NAMES[misfit.largest_part]}, {format_bytes(closest.memory[misfit.largest_part])}.")
+    yield ""
+    yield bars("Memory of the closest plan", closest.memory, MEMORY_NAMES, format_bytes, 100)
+    yield ""
+    if misfit.fixes:
+        yield changes_table("What makes it fit, smallest change first", misfit.fixes, None)
+    else:
+        yield Text("No single change that was tried makes a plan fit: " + "; ".join(misfit.tried))
+
+
+def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
+    """A plan that the user brought, part by part beside the best."""
+    plan = rival.plan
+    yield heading(f"{rival.source}: {layout_words(plan.plan)}, {settings_words(plan.plan)}")
+    for note in rival.notes:
+        yield _indented(note, style="yellow")
+    if rival.broken_rules:
+        yield _indented("It can't run:", style="red")
+        yield from (_indented(f"  {message}") for message in rival.broken_rules)
+        return
+    if not plan.fits:
+        needed, excess = format_bytes(plan.memory_bytes.high), format_bytes(plan.excess_bytes)
+        yield _indented(f"It needs {needed} with the margin, {excess} too much.", style="red")
+    if rival.comparison is None:
+        return
+    comparison, best = rival.comparison, answer.plans[0]
+    yield _indented(f"It {_slower(comparison)} than plan 1: {parts_text(comparison)}.")
+    if comparison.choices:
+        yield _indented(f"It differs in {choices_text(comparison)}.")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("  part", "plan 1", "this plan", "difference"):
+        table.add_column(name, justify="left" if name == "  part" else "right", no_wrap=True)
+    scale = best.batch_tokens / plan.batch_tokens
+    for part, size in best.time.items():
+        if size or plan.time[part]:
+            difference = signed_seconds(comparison.time[part])
+            table.add_row(
+                f"  {TIME_NAMES[part]}", seconds_text(size), seconds_text(plan.time[part] * scale), difference
+            )
+    whole = (best.step_seconds.value, plan.step_seconds.value * scale)
+    table.add_row("  step time", seconds_text(whole[0]), seconds_text(whole[1]), signed_seconds(comparison.seconds))
+    table.add_row()
+    for part, size in best.memory.items():
+        if size or plan.memory[part]:
+            cells = (format_bytes(size), format_bytes(plan.memory[part]), signed_bytes(comparison.memory[part]))
+            table.add_row(f"  {MEMORY_NAMES[part]}", *cells)
+    totals = (format_bytes(best.memory_bytes.value), format_bytes(plan.memory_bytes.value))
+    table.add_row("  memory", *totals, signed_bytes(comparison.memory_bytes))
+    yield table
+
+
+def _slower(comparison: Comparison) -> str:
+    word = "slower" if comparison.seconds >= 0 else "faster"
+    return f"is {percent(abs(comparison.ratio))} {word} ({signed_seconds(comparison.seconds)})"
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def heading(text: str) -> Text:
+    """A section's title."""
+    return Text(text, style="bold")
+
+
+def _indented(text: str, style: str = "") -> RenderableType:
+    return Padding(Text(text, style=style), (0, 0, 0, 2))
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Unit for a column of times around ``seconds``, and what seconds are multiplied with."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits with the unit."""
+    unit, scale = time_unit(abs(seconds))
+    digits = max(0, 2 - math.floor(math.log10(max(abs(seconds) * scale, 1e-2))))
+    return f"{seconds * scale:.{min(digits, 3)}f} {unit}"
+
+
+def signed_seconds(seconds: float) -> str:
+    """Seconds with their sign, the minus as a minus."""
+    return f"{'−' if seconds < 0 else '+'}{seconds_text(abs(seconds))}"
+
+
+def signed_bytes(size: float) -> str:
+    """Bytes with their sign."""
+    return f"{'−' if size < 0 else '+'}{format_bytes(abs(size))}"
+
+
+def percent(ratio: float) -> str:
+    """A ratio in per cent, two digits."""
+    return f"{ratio * 100:.1f} %" if abs(ratio) < 0.1 else f"{ratio * 100:.0f} %"
+
+
+def signed_percent(ratio: float) -> str:
+    """A ratio in per cent with its sign, or as a factor from two on."""
+    if ratio >= 1:
+        return f"×{1 + ratio:.3g}"
+    return f"{'−' if ratio < 0 else '+'}{percent(abs(ratio))}"

@@ -1,0 +1,269 @@
+"""What ``autotune plan`` is asked: model, machines, batch, pinned choices and limits, as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, plan_space
+from autotune.specs.cluster import ClusterSpec
+from engine.config import load_run
+from engine.errors import UserError
+from engine.hf_config import load_model
+from engine.spec import ModelSpec
+from engine.units import format_bytes, parse_batch, parse_bytes, parse_count
+from engine.yaml_file import read_yaml
+
+PIN_ALIASES = {
+    "mb": "micro_batch_size",
+    "mbs": "micro_batch_size",
+    "micro_batch": "micro_batch_size",
+    "vp": "virtual_stages",
+    "vpp": "virtual_stages",
+    "zero": "zero_stage",
+    "sp": "sequence_parallel",
+}
+"""Short names of a plan's fields."""
+
+GIVEN_ELSEWHERE = {"precision": "--precision", "global_batch_size": "--global-batch", "sequence_length": "--seq-len"}
+"""Fields that have an option of their own."""
+
+BATCH_UNIT = ("dp", "dp_replicate", "dp_shard", "micro_batch_size")
+"""What the global batch must be a multiple of, where it is pinned."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to the planner."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    sequence_length: int
+    global_batch_size: int
+    """Sequences."""
+    memory_limit_bytes: int
+    """What a plan may take of each device."""
+    space: PlanSpace
+    pins: tuple[str, ...]
+    """``field=value,value`` texts that the space was made with."""
+    objectives: tuple[str, ...]
+    """The first one ranks."""
+    software: str
+    notes: tuple[str, ...]
+    """What was rounded or deserves a warning."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def pinned(self) -> dict[str, tuple[Value, ...]]:
+        """Field -> the values it may take, of the pinned ones."""
+        return {name: self.space.values[name] for name in sorted(self.space.pinned) if name in self.space.values} | (
+            {"devices": self.space.device_counts} if "devices" in self.space.pinned else {}
+        )
+
+    def changed(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        global_batch_size: int | None = None,
+        memory_limit_bytes: int | None = None,
+        pins: Sequence[str] | None = None,
+        software: str | None = None,
+    ) -> Question:
+        """The same question with other machines, batch, limit, pins or software.
+
+        Raises:
+            UserError: The pins leave nothing of the new space.
+        """
+        cluster = cluster or self.cluster
+        batch = global_batch_size or self.global_batch_size
+        texts = tuple(self.pins if pins is None else pins)
+        space = self.space
+        if (cluster.num_devices, batch, texts) != (self.cluster.num_devices, self.global_batch_size, self.pins):
+            space = plan_space(
+                self.model,
+                cluster,
+                global_batch_sizes=[batch],
+                sequence_lengths=[self.sequence_length],
+                pins=texts,
+                fewer_devices=needs_fewer_devices(self.objectives),
+                scopes=self.space.scopes,
+            )
+        return replace(
+            self,
+            cluster=cluster,
+            global_batch_size=batch,
+            memory_limit_bytes=memory_limit_bytes or self.memory_limit_bytes,
+            space=space,
+            pins=texts,
+            software=software or self.software,
+        )
+
+
+def ask(
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    sequence_length: int,
+    global_batch: str,
+    pins: Sequence[str] = (),
+    precision: str | None = None,
+    max_memory: str | None = None,
+    objectives: Sequence[str] = ("speed",),
+    software: str = "default",
+    engine_only: bool = False,
+) -> Question:
+    """A question from what people give.
+
+    Args:
+        model: The architecture.
+        cluster: The machines.
+        sequence_length: Tokens per sequence.
+        global_batch: ``512``, ``512-seqs`` or ``4Mi-tokens``, rounded to what the pinned degrees can split.
+        pins: ``tp=8``, ``mb=1,2`` (either), ``tp=8,pp=4``.
+        precision: Of the matrix products, or several (``bf16,fp8``); None takes the device's usual one.
+        max_memory: What a plan may take of each device, such as ``70GiB``; None for all of it.
+        objectives: What is optimised; the first one ranks.
+        software: Training stack, a name in ``software.yaml``.
+        engine_only: Only plans that the product's own engine runs.
+
+    Raises:
+        UserError: Anything that can't be read or that leaves nothing to search.
+    """
+    texts = read_pins(pins)
+    if precision is not None:
+        texts.append(f"precision={precision}")
+    notes = check_sequence_length(model, sequence_length)
+
+    def space_of(batch: int) -> PlanSpace:
+        return plan_space(
+            model,
+            cluster,
+            global_batch_sizes=[batch],
+            sequence_lengths=[sequence_length],
+            pins=texts,
+            fewer_devices=needs_fewer_devices(objectives),
+            scopes=("universal", "engine") if engine_only else ("universal",),
+        )
+
+    batch = parse_batch(global_batch, sequence_length, multiple_of=_pinned_unit(space_of(1)))
+    limit, limit_notes = read_memory_limit(max_memory, cluster)
+    return Question(
+        model=model,
+        cluster=cluster,
+        sequence_length=sequence_length,
+        global_batch_size=batch.num_sequences,
+        memory_limit_bytes=limit,
+        space=space_of(batch.num_sequences),
+        pins=tuple(texts),
+        objectives=tuple(objectives),
+        software=software,
+        notes=(*notes, *([batch.note] if batch.note else []), *limit_notes),
+    )
+
+
+def needs_fewer_devices(objectives: Sequence[str]) -> bool:
+    """Whether an objective makes it worth while to leave devices idle."""
+    return not {"devices", "cost", "energy"}.isdisjoint(objectives)
+
+
+def read_model(path: str) -> ModelSpec:
+    """The architecture in a folder, a ``config.json``, a ModelSpec as YAML or JSON, or a run file.
+
+    Raises:
+        UserError: It can't be read.
+    """
+    if path.endswith((".yaml", ".yml")):
+        data = read_yaml(path).data
+        if isinstance(data, dict) and {"model", "workload"} <= data.keys():
+            return load_run(path)[0].model
+    return load_model(path)
+
+
+def read_pins(texts: Sequence[str]) -> list[str]:
+    """Pins as people write them (``tp=8``, ``mb=1,2``, ``tp=8,pp=4``), one field each and by its whole name.
+
+    Raises:
+        UserError: No pin, or a field that has an option of its own.
+    """
+    pins: list[str] = []
+    for text in texts:
+        start = len(pins)
+        for piece in text.split(","):
+            name, equals, value = piece.partition("=")
+            if not equals:
+                if len(pins) == start:
+                    raise UserError(f"a pin is NAME=VALUE, got {text!r}", hint="examples: --pin tp=8 --pin mb=1,2")
+                pins[-1] += f",{piece.strip()}"
+                continue
+            name = PIN_ALIASES.get(name.strip(), name.strip())
+            if name in GIVEN_ELSEWHERE:
+                raise UserError(f"{name} has an option of its own", hint=f"use {GIVEN_ELSEWHERE[name]} {value}")
+            if name not in (*FIELDS, *DERIVED_PINS):
+                known = (*FIELDS, *DERIVED_PINS, *PIN_ALIASES)
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise UserError(
+                    f"--pin {text}: a plan has no choice {name!r}",
+                    hint=f"{hint}It has {', '.join((*FIELDS, *DERIVED_PINS))}",
+                )
+            pins.append(f"{name}={value.strip()}")
+    return pins
+
+
+def read_memory_limit(text: str | None, cluster: ClusterSpec) -> tuple[int, list[str]]:
+    """What a plan may take of each device, and what was said about it.
+
+    Raises:
+        UserError: Not a size, or zero.
+    """
+    if text is None:
+        return cluster.memory_bytes, []
+    limit = parse_bytes(text)
+    if limit <= 0:
+        raise UserError(f"--max-memory must be above zero, got {text!r}", hint="example: 70GiB")
+    if limit > cluster.memory_bytes:
+        note = f"--max-memory {text} is more than a device has; {format_bytes(cluster.memory_bytes)} are taken"
+        return cluster.memory_bytes, [note]
+    return limit, []
+
+
+def check_sequence_length(model: ModelSpec, sequence_length: int) -> list[str]:
+    """A warning where the sequence is longer than the model's rotary positions were made for.
+
+    Raises:
+        UserError: Learned positions end before the sequence does.
+    """
+    if sequence_length <= model.max_positions:
+        return []
+    told = f"sequences of {sequence_length} tokens are longer than the model's {model.max_positions} positions"
+    if model.positions == "learned":
+        raise UserError(
+            f"{told}, which are learned", hint=f"use --seq-len {model.max_positions} or less, or raise max_positions"
+        )
+    return [f"{told}; speed and memory are as estimated, what the model learns of them is another matter"]
+
+
+def read_count(text: str, option: str) -> int:
+    """A whole number above zero, such as 8192 or 8Ki.
+
+    Raises:
+        UserError: It is none.
+    """
+    count = parse_count(text, what=option)
+    if count < 1:
+        raise UserError(f"{option} must be 1 or more, got {text!r}", hint=f"example: {option} 8192")
+    return count
+
+
+def _pinned_unit(space: PlanSpace) -> int:
+    """What the batch must be a multiple of under some combination of the pinned values."""
+    pinned = [name for name in BATCH_UNIT if name in space.pinned]
+    if "dp" in pinned:
+        pinned = [name for name in pinned if name in ("dp", "micro_batch_size")]
+    return math.prod(min(int(value) for value in space.values[name]) for name in pinned)
