@@ -8,45 +8,25 @@ from typing import Literal
 
 import numpy as np
 
+from autotune.cost.coefficients import coefficients
 from autotune.cost.columns import PlanColumns, encode
+from autotune.cost.communication import LinkColumns, communication
+from autotune.cost.compute import Basis, compute_work
+from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
+from autotune.cost.memory import memory
+from autotune.cost.memory_recipe import recipe
+from autotune.cost.parts import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, Method
 from autotune.cost.shapes import ModelShape
+from autotune.cost.software import software_figures
+from autotune.cost.step_time import Scope, StepTime, compose
 from autotune.specs.cluster import ClusterSpec
+from autotune.specs.figures import SoftwareFigures
+from engine.errors import UserError
 from engine.plan import PlanTable
 from engine.spec import ModelSpec
+from engine.units import GIB
 
-Method = Literal["formula", "replay", "trace", "measured"]
-
-TIME_PARTS = {
-    "matmul": "matrix products outside attention, forward and backward",
-    "attention": "attention's own products and softmax",
-    "memory_bound": "norms, activations, residuals, embedding, loss and other memory-bound work",
-    "recompute": "forward work done again in the backward pass",
-    "host": "waiting for the host to launch kernels",
-    "tp": "tensor-parallel communication that nothing hides",
-    "cp": "context-parallel communication that nothing hides",
-    "ep": "expert all-to-all that nothing hides, with the wait for the fullest expert",
-    "pp": "pipeline sends that nothing hides",
-    "bubble": "idle time of the pipeline",
-    "dp": "data-parallel communication that nothing hides",
-    "optimizer": "the optimizer step",
-    "offload": "traffic to host memory that nothing hides",
-    "straggler": "waiting for the slowest device",
-}
-"""Part -> what it is. They add up to the step time; each is seconds per step of the slowest pipeline stage."""
-
-HIDDEN_PARTS = ("tp", "cp", "ep", "pp", "dp", "offload")
-"""Communication that has a hidden share too."""
-
-MEMORY_PARTS = {
-    "parameters": "weights, as the compute uses and the optimizer keeps them",
-    "gradients": "gradients of the step",
-    "optimizer": "optimizer states",
-    "activations": "activations kept for the backward pass, over all micro-batches in flight",
-    "logits": "the head's output and the loss, at their peak",
-    "buffers": "communication buffers and gathered parameters",
-    "overhead": "driver, libraries, communicators and fragmentation",
-}
-"""Part -> what it is. They add up to the memory of the fullest device."""
+__all__ = ["HIDDEN_PARTS", "MEMORY_PARTS", "TIME_PARTS", "EstimateTable", "Method", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -97,29 +77,59 @@ def estimate(
     Raises:
         UserError: The cluster has no figures, or none for a precision of the table.
     """
-    shape = ModelShape.of(model)
-    columns = table if isinstance(table, PlanColumns) else encode(table, model.num_layers)
-    return estimate_columns(shape, columns, optimizer=optimizer)
+    if cluster.figures is None or not cluster.links:
+        raise UserError(
+            f"the cost model knows nothing of the devices of cluster '{cluster.name}' ({cluster.device_kind})",
+            hint="measure them with 'autotune profile', or name a device of the catalogue",
+        )
+    c = table if isinstance(table, PlanColumns) else encode(table, model.num_layers)
+    figures = software_figures(software)
+    scope = Scope(
+        shape=ModelShape.of(model),
+        device=DeviceColumns.of(cluster.figures, np.broadcast_to(c.precision, len(c))),
+        software=SoftwareColumns.of(figures),
+        coefficients=coefficients(),
+        links=LinkColumns.of(cluster),
+    )
+    interval = figures.interval_ratio or cluster.figures.interval_ratio
+    return estimate_columns(scope, c, cluster=cluster, software=figures, interval_ratio=interval, optimizer=optimizer)
 
 
-def estimate_columns(shape: ModelShape, c: PlanColumns, *, optimizer: str = "adamw") -> EstimateTable:
-    """Preliminary."""
-    n = len(c)
-    ones = np.ones(n)
-    tokens = c.global_batch_size * c.sequence_length / c.world_size
-    compute = 6 * shape.total_parameters * tokens / 150e12 * (1 + 0.05 * c.tp)
-    bubble = compute * (c.pp - 1) / (c.virtual_stages * c.num_micro_batches)
-    time = dict.fromkeys(TIME_PARTS, 0.0 * ones)
-    time["matmul"], time["bubble"] = compute * ones, bubble * ones
-    share = shape.total_parameters / (c.tp * c.pp)
-    memory = dict.fromkeys(MEMORY_PARTS, 0.0 * ones)
-    memory["parameters"] = share * 4 / np.where(c.zero_stage >= 3, c.dp_shard, 1) * ones
-    memory["gradients"] = share * 4 / np.where(c.zero_stage >= 2, c.dp_shard, 1) * ones
-    memory["optimizer"] = share * 8 / np.where(c.zero_stage >= 1, c.dp_shard, 1) * ones
-    layers = shape.num_layers
-    memory["activations"] = 34 * c.micro_batch_size * c.sequence_length * shape.hidden * layers / c.tp * ones
-    step, total = np.sum(list(time.values()), axis=0), np.sum(list(memory.values()), axis=0)
-    return EstimateTable(
-        step, step * 0.8, step * 1.25, total, total * 0.9, total * 1.1, total, time,
-        dict.fromkeys(HIDDEN_PARTS, 0.0 * ones), memory, np.zeros(n, dtype=np.int64),
+def estimate_columns(
+    x: Scope,
+    c: PlanColumns,
+    *,
+    cluster: ClusterSpec,
+    software: SoftwareFigures,
+    interval_ratio: float,
+    optimizer: str = "adamw",
+) -> EstimateTable:
+    """Estimates of coded plans of one model on one cluster."""
+    step = step_time(x, c)
+    seconds = np.sum(list(step.parts.values()), axis=0)
+    held = memory(
+        x.shape, c, recipe(software.memory_recipe),
+        overhead_bytes=(cluster.figures.overhead_gib if cluster.figures else 0.0) * GIB,
+        num_states=2 if optimizer == "adamw" else 1,
+        fused_attention=x.software.fused_attention,
     )  # fmt: skip
+    return EstimateTable(
+        step_seconds=seconds,
+        step_seconds_low=seconds / (1 + interval_ratio),
+        step_seconds_high=seconds * (1 + interval_ratio),
+        memory_bytes=held.memory_bytes,
+        memory_bytes_low=held.low_bytes,
+        memory_bytes_high=held.high_bytes,
+        allocated_bytes=held.allocated_bytes,
+        time=step.parts,
+        hidden=step.hidden,
+        memory=held.parts,
+        fullest_stage=held.fullest_stage,
+    )
+
+
+def step_time(x: Scope, c: PlanColumns) -> StepTime:
+    """Step time by part of coded plans, each row with the model, device and stack that ``x`` has for it."""
+    work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
+    wire = communication(x.shape, x.links, c, element_bytes=x.device.element_bytes)
+    return compose(x, c, work, wire)

@@ -21,6 +21,8 @@ class ModelShape:
 
     num_layers: Number
     num_moe_layers: Number
+    num_leading_dense_layers: Number
+    """Of the layers with a dense feed-forward of a mixture, those that come first; the others lie evenly."""
     hidden: Number
     num_heads: Number
     num_kv_heads: Number
@@ -77,6 +79,7 @@ class ModelShape:
         return cls(
             num_layers=model.num_layers,
             num_moe_layers=sum(is_moe),
+            num_leading_dense_layers=moe.num_dense_layers if moe else 0,
             hidden=model.hidden_size,
             num_heads=model.num_heads,
             num_kv_heads=model.num_heads if latent else model.num_kv_heads,

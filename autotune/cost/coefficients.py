@@ -1,0 +1,71 @@
+"""What the formulas of the cost model need besides model, plan, device and software: one set of figures for all.
+
+They are fitted to published runs together with the figures of devices and stacks (``calibrate.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from engine.schema import Schema, parse
+from engine.spec import NonNegative, Positive, Ratio
+from engine.yaml_file import read_yaml
+
+COEFFICIENTS_FILE = Path(__file__).with_name("coefficients.yaml")
+
+
+class Coefficients(Schema):
+    """Figures of the formulas, in the order in which they are used."""
+
+    wave_share: Ratio = 0.4
+    """How much of the last wave's idle units shows: 0 none (tiles are cut to fit), 1 all."""
+    misalignment: NonNegative = 0.06
+    """Extra time of a matrix product per halving of a dimension's alignment below 64 elements, relative."""
+    gradient_product_ratio: Positive = 1.0
+    """Time of the backward pass's matrix products, relative to the same shapes forward."""
+    grouped_ratio: Positive = 1.3
+    """Time of the experts' grouped products, relative to as many single ones."""
+    attention_half_length: NonNegative = 400.0
+    """Context length at which a fused attention kernel reaches half of its rate."""
+    attention_backward_ratio: Positive = 1.2
+    """Time of fused attention's backward pass, relative to its 2.5 times as many products at the forward rate."""
+    score_bytes_forward: Positive = 10.0
+    """Bytes moved per attention score where attention is not fused, forward."""
+    score_bytes_backward: Positive = 10.0
+    """The same, backward."""
+    memory_bound_ratio: Positive = 1.3
+    """Time of element-wise kernels, relative to one pass over their operands at the attained bandwidth."""
+    permute_ratio: Positive = 2.0
+    """Time of moving tokens to their experts and back, relative to the same."""
+    loss_ratio: Positive = 2.0
+    """Time of cross-entropy, relative to the same."""
+    cast_bytes: Positive = 6.0
+    """Bytes moved per element that is cast to 8 bits, the search for its scale included."""
+    kernel_us: NonNegative = 3.0
+    """Device time of each kernel beyond its work, microseconds."""
+    backward_launch_ratio: Positive = 1.4
+    """Kernels of a backward pass over those of the forward pass."""
+    step_kernels: NonNegative = 200.0
+    """Kernels of an optimizer step besides those of each layer."""
+    host_sharpness: Positive = 4.0
+    """How sharply the slower of host and device sets the pace: exponent of the smooth maximum."""
+    optimizer_bytes: Positive = 30.0
+    """Bytes moved per parameter in an optimizer step."""
+    dp_hidden_ratio: Ratio = 0.8
+    """Share of the compute beside which data-parallel communication may run that hides it."""
+    tp_hidden_ratio: Ratio = 0.5
+    """The same of tensor-parallel communication."""
+    ep_hidden_ratio: Ratio = 0.0
+    """Share of the expert all-to-all that runs beside compute."""
+    cp_hidden_ratio: Ratio = 0.7
+    """Share of the context-parallel communication that runs beside compute."""
+    straggler_ratio: NonNegative = 0.01
+    """Extra step time per doubling of the number of devices above a node, relative."""
+
+
+@functools.cache
+def coefficients() -> Coefficients:
+    """The fitted figures."""
+    document = read_yaml(COEFFICIENTS_FILE)
+    return parse(Coefficients, document.data, document=document)

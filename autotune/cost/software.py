@@ -1,0 +1,37 @@
+"""Training stacks by name: ``software.yaml``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from pathlib import Path
+
+from autotune.specs.figures import SoftwareFigures
+from engine.errors import UserError
+from engine.schema import parse
+from engine.yaml_file import read_yaml
+
+SOFTWARE_FILE = Path(__file__).with_name("software.yaml")
+
+
+@functools.cache
+def software_catalogue() -> dict[str, SoftwareFigures]:
+    """Name -> the stack's figures."""
+    document = read_yaml(SOFTWARE_FILE)
+    return {name: parse(SoftwareFigures, data, document=document, path=(name,)) for name, data in document.data.items()}
+
+
+def software_figures(name: str) -> SoftwareFigures:
+    """The figures of one stack.
+
+    Raises:
+        UserError: No such stack (with the nearest name).
+    """
+    known = software_catalogue()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    raise UserError(
+        f"unknown software {name!r}; known are {', '.join(known)}",
+        hint=f"did you mean '{close[0]}'?" if close else "'default' is a recent Megatron-Core or an engine like it",
+    )

@@ -1,0 +1,308 @@
+"""From the work of single blocks to the time of a step: layers, stages, schedule, overlap, optimizer, stragglers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from autotune.cost.coefficients import Coefficients
+from autotune.cost.columns import PlanColumns, code
+from autotune.cost.communication import Communication, LinkColumns
+from autotune.cost.compute import ComputeWork, Work
+from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
+from autotune.cost.parts import HIDDEN_PARTS, TIME_PARTS
+from autotune.cost.pipeline import bubble_seconds, send_seconds
+from autotune.cost.shapes import ModelShape, Number
+
+FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("full", "selective", "every_k"))
+ZBV, DUALPIPEV = code("schedule", "zbv"), code("schedule", "dualpipev")
+BLOCKS = ("dense_layer", "moe_layer", "embedding", "head")
+FIRST, MIDDLE, LAST, MEAN = 0, 1, 2, 3
+"""Kinds of pipeline ranks: with the embedding, the fullest with layers only, with the head; and the mean over all."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds per step by part; each ``[n]``."""
+
+    parts: dict[str, np.ndarray]
+    """``TIME_PARTS``."""
+    hidden: dict[str, np.ndarray]
+    """``HIDDEN_PARTS``."""
+
+
+class Blocks(NamedTuple):
+    """A quantity of each kind of block, ``[n]`` each; or how many of each a rank has."""
+
+    dense: Number
+    moe: Number
+    embedding: Number
+    head: Number
+
+    def on(self, counts: Blocks) -> np.ndarray:
+        """The sum over a rank's blocks. ``[n]``, or ``[4, n]`` for the counts of all kinds of ranks."""
+        a, b, e, h = self
+        return np.asarray(a * counts.dense + b * counts.moe + e * counts.embedding + h * counts.head)
+
+    def of_kind(self, kind: np.ndarray) -> Blocks:
+        """Counts of one kind of rank, ``[n]``, of those of all kinds."""
+        return Blocks(*(pick(np.asarray(count), kind) for count in self))
+
+
+def blocks_of(s: ModelShape, c: PlanColumns) -> Blocks:
+    """Blocks of each kind of pipeline rank, over all its virtual stages; ``[4, n]`` each.
+
+    The middle rank is the fullest; its further chunks, like those of the first and the last rank, have the mean size.
+    Leading dense layers of a mixture lie on the first stage.
+    """
+    single, folded = c.pp == 1, (c.schedule == ZBV) | (c.schedule == DUALPIPEV)
+    others = s.num_layers - c.first_stage_layers - c.last_stage_layers
+    further = (c.virtual_stages - 1) * others / np.maximum(c.pp * c.virtual_stages - 2, 1)
+    stages = (c.first_stage_layers, c.largest_stage_layers, c.last_stage_layers)
+    layers = np.stack([*np.broadcast_arrays(*(stage + further for stage in stages), s.num_layers / c.pp)])
+    layers = np.where(single, s.num_layers, layers)
+    leading = np.zeros_like(layers)
+    leading[FIRST] = np.minimum(s.num_leading_dense_layers, layers[FIRST])
+    leading[MEAN] = s.num_leading_dense_layers / c.pp
+    leading = np.where(single, leading[FIRST], leading)
+    moe = (layers - leading) * s.num_moe_layers / np.maximum(s.num_layers - s.num_leading_dense_layers, 1)
+    embedding, head = np.zeros_like(layers), np.zeros_like(layers)
+    embedding[FIRST], embedding[MEAN] = 1, 1 / c.pp
+    head[FIRST], head[LAST], head[MEAN] = folded, ~folded, 1 / c.pp
+    return Blocks(layers - moe, moe, np.where(single, 1, embedding), np.where(single, 1, head))
+
+
+def smooth_maximum(a: np.ndarray, b: np.ndarray, sharpness: float) -> np.ndarray:
+    """Between the maximum and the sum: ``(a^p + b^p)^(1/p)``, computed without overflow."""
+    large, small = np.maximum(a, b), np.minimum(a, b)
+    return np.asarray(large * (1 + (small / np.maximum(large, 1e-30)) ** sharpness) ** (1 / sharpness))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Model, device, stack, network and figures of the formulas: one of each for a table, or one per row."""
+
+    shape: ModelShape
+    device: DeviceColumns
+    software: SoftwareColumns
+    coefficients: Coefficients
+    links: LinkColumns
+
+
+class Wait(NamedTuple):
+    """Communication of a layer's pass: what nothing hides, and what compute hides. Seconds."""
+
+    exposed: Number
+    hidden: Number
+
+    def plus(self, other: Wait) -> Wait:
+        """Both."""
+        return Wait(self.exposed + other.exposed, self.hidden + other.hidden)
+
+
+def beside(wait: Number, compute: Number, ratio: Number, slowdown: Number) -> Wait:
+    """Communication that runs beside compute.
+
+    At most ``ratio * compute`` of it is hidden, and what is hidden slows the compute down: that share is exposed time.
+    """
+    hidden = np.minimum(wait, ratio * compute)
+    return Wait(wait - hidden + slowdown * hidden, hidden)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """One pass of a micro-batch: each block's work and its communication."""
+
+    work: dict[str, Work]
+    """Block (``BLOCKS``) -> its work."""
+    waits: dict[str, dict[str, Wait]]
+    """Axis -> block -> communication."""
+
+    def seconds(self) -> Blocks:
+        """Device time of each block with its exposed communication."""
+        return Blocks(
+            *(
+                self.work[block].seconds + sum(wait[block].exposed for wait in self.waits.values() if block in wait)
+                for block in BLOCKS
+            )
+        )
+
+    def of(self, name: str) -> Blocks:
+        """One class of work, by block."""
+        return Blocks(*(getattr(self.work[block], name) for block in BLOCKS))
+
+    def waiting(self, axis: str) -> tuple[Blocks, Blocks]:
+        """Communication of one axis by block: exposed, hidden."""
+        none = Wait(0.0, 0.0)
+        found = [self.waits[axis].get(block, none) for block in BLOCKS]
+        return Blocks(*(wait.exposed for wait in found)), Blocks(*(wait.hidden for wait in found))
+
+
+def pass_times(
+    x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication, direction: Literal["forward", "backward"]
+) -> PassTimes:
+    """One pass of a micro-batch, ``forward`` or ``backward`` (without what is recomputed)."""
+    k, slowdown, ratio = x.coefficients, x.device.overlap_slowdown_ratio, x.software.communication_ratio
+    works = {block: getattr(getattr(work, block), direction) for block in BLOCKS}
+    tp, tp_moe, cp, ep, vocab_first, vocab_last = (
+        getattr(wire, f"{name}_{direction}") * ratio
+        for name in ("tp", "tp_moe", "cp", "ep", "vocab_first", "vocab_last")
+    )
+    hides_tp = np.where(c.overlap_tp > 0, k.tp_hidden_ratio, 0.0)
+    dense, moe = works["dense_layer"], works["moe_layer"]
+    ring = beside(cp, dense.attention, k.cp_hidden_ratio, slowdown)
+    waits = {
+        "tp": {
+            "dense_layer": beside(tp, dense.matmul, hides_tp, slowdown),
+            "moe_layer": beside(tp_moe, moe.matmul, hides_tp, slowdown),
+            "embedding": Wait(vocab_first, 0.0),
+            "head": Wait(vocab_last, 0.0),
+        },
+        "cp": {"dense_layer": ring, "moe_layer": ring},
+        "ep": {"moe_layer": beside(ep, moe.matmul, k.ep_hidden_ratio, slowdown)},
+    }
+    return PassTimes(works, waits)
+
+
+def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) -> StepTime:
+    """A step from the work of single blocks and the seconds of single collectives.
+
+    The slowest kind of pipeline rank sets the pace; filling and draining pass through all.
+    """
+    k, m = x.coefficients, c.num_micro_batches
+    ranks = blocks_of(x.shape, c)
+    forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
+    share = recompute_share(c)
+    forward_blocks = forward.seconds()
+    selective = (c.recompute == SELECTIVE) * work.attention_again.seconds
+    again = Blocks(forward_blocks.dense * share + selective, forward_blocks.moe * share + selective, 0.0, 0.0)
+    kernels, kernels_back = forward.of("kernels"), backward.of("kernels")
+    kernels_back = Blocks(
+        kernels_back.dense + kernels.dense * share, kernels_back.moe + kernels.moe * share, *kernels_back[2:]
+    )
+    launch = x.device.launch_seconds * x.software.host_ratio
+    forward_device = forward_blocks.on(ranks)
+    backward_device = backward.seconds().on(ranks) + again.on(ranks)
+    forward_seconds = smooth_maximum(forward_device, kernels.on(ranks) * launch, k.host_sharpness)
+    backward_seconds = smooth_maximum(backward_device, kernels_back.on(ranks) * launch, k.host_sharpness)
+
+    slow = np.argmax((forward_seconds + backward_seconds)[:MEAN], axis=0)
+    slow_forward, slow_backward = pick(forward_seconds, slow), pick(backward_seconds, slow)
+    own = ranks.of_kind(slow)
+
+    parts: dict[str, Number] = {}
+    hidden: dict[str, Number] = {}
+    for part, name in {"matmul": "matmul", "attention": "attention", "memory_bound": "memory"}.items():
+        parts[part] = m * (forward.of(name).on(own) + backward.of(name).on(own))
+    parts["recompute"] = m * again.on(own)
+    parts["host"] = m * (slow_forward + slow_backward - pick(forward_device + backward_device, slow))
+    for axis in ("tp", "cp", "ep"):
+        (shown, unseen), (shown_back, unseen_back) = forward.waiting(axis), backward.waiting(axis)
+        parts[axis] = m * (shown.on(own) + shown_back.on(own))
+        hidden[axis] = m * (unseen.on(own) + unseen_back.on(own))
+    parts["bubble"] = bubble_seconds(
+        c.schedule, c.pp, c.virtual_stages, m, slow_forward, slow_backward,
+        forward_seconds[MEAN], backward_seconds[MEAN],
+    )  # fmt: skip
+    send = np.asarray(wire.pp_send) * x.software.communication_ratio
+    parts["pp"] = send_seconds(c.schedule, c.pp, c.virtual_stages, m, send, c.overlap_pp > 0)
+    hidden["pp"] = np.maximum(2 * m * c.virtual_stages * send * (c.pp > 1) - parts["pp"], 0)
+    data = data_parallel(x, c, wire, slow_forward, slow_backward)
+    parts["dp"], hidden["dp"] = data
+    parts["optimizer"] = optimizer_seconds(x, c, own, launch)
+    parts["offload"], hidden["offload"] = offload_seconds(x, c, own, slow_forward, slow_backward)
+    total = sum(parts.values())
+    parts["straggler"] = total * k.straggler_ratio * np.log2(np.maximum(c.world_size / 8, 1))
+    n = len(c)
+    return StepTime(
+        {name: np.broadcast_to(parts[name], n) for name in TIME_PARTS},
+        {name: np.broadcast_to(hidden[name], n) for name in HIDDEN_PARTS},
+    )
+
+
+def recompute_share(c: PlanColumns) -> np.ndarray:
+    """Share of the layers whose forward pass is done again in the backward pass."""
+    return np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
+
+
+def data_parallel(
+    x: Scope, c: PlanColumns, wire: Communication, forward: np.ndarray, backward: np.ndarray
+) -> tuple[Number, Number]:
+    """Gradient reduction, parameter gathers and the gathers of sharded parameters: exposed and hidden seconds per step.
+
+    With overlap, gradients are reduced beside the last micro-batch's backward pass and parameters gathered beside the
+    next step's first forward pass; sharded parameters (ZeRO-3) are gathered beside each pass, but for the first layer.
+
+    Args:
+        x: Model, plan, device, stack.
+        wire: Seconds of the collectives.
+        forward: Seconds of a micro-batch's forward pass on the rank.
+        backward: Of its backward pass.
+    """
+    k = x.coefficients
+    ratio = np.where(c.overlap_dp > 0, k.dp_hidden_ratio * x.software.dp_overlap_ratio, 0.0)
+    slowdown, scale = x.device.overlap_slowdown_ratio, x.software.communication_ratio
+    m = c.num_micro_batches
+    passes = wire.shard_passes
+    # ZeRO-3 without a pipeline reduces in every backward pass, all others in the last.
+    reductions = np.where((passes > 0) & (c.pp == 1), m, 1)
+    reduce = beside(wire.dp_reduce * scale, reductions * backward, ratio, slowdown)
+    gather = beside(wire.dp_gather * scale, forward, ratio, slowdown)
+    first = 1 / np.maximum(x.shape.num_layers / c.pp, 1)
+    shard = wire.shard_gather * scale * passes
+    beside_passes = beside(shard * (1 - first), passes / 2 * (forward + backward), ratio, slowdown)
+    whole = reduce.plus(gather).plus(beside_passes)
+    once = (wire.tied_reduce + wire.tp_step) * scale
+    return whole.exposed + shard * first + once, whole.hidden
+
+
+def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number, Number]:
+    """Parameters of a pipeline rank with those blocks: replicated over data-parallel ranks, and of its experts."""
+    replicated = s.replicated_layer_parameters
+    dense = replicated + (s.dense_layer_parameters - replicated) / c.tp
+    moe = replicated + (s.moe_layer_parameters - replicated) / c.tp
+    split = np.where(c.vocab_parallel > 0, c.tp, 1)
+    vocab = s.vocab * s.hidden / split
+    shared = own.dense * dense + own.moe * moe + (own.embedding + own.head * np.where(s.tied, c.pp > 1, 1)) * vocab
+    return shared, own.moe * s.expert_parameters / (c.ep * c.etp)
+
+
+def optimizer_seconds(x: Scope, c: PlanColumns, own: Blocks, launch: Number) -> np.ndarray:
+    """The update of a rank's share of the states through memory, and its launches."""
+    k = x.coefficients
+    shared, experts = rank_parameters(x.shape, c, own)
+    sharded = c.zero_stage >= 1
+    share = shared / np.where(sharded, c.dp_shard * c.cp, 1)
+    share = share + experts / np.where(sharded, np.maximum(c.edp / c.dp_replicate, 1), 1)
+    through_memory = share * k.optimizer_bytes / x.device.memory_bytes_per_second
+    return through_memory + k.step_kernels * launch
+
+
+def offload_seconds(
+    x: Scope, c: PlanColumns, own: Blocks, forward: np.ndarray, backward: np.ndarray
+) -> tuple[Number, Number]:
+    """Traffic to host memory: activations beside each pass, parameters before each pass, states around the update."""
+    link = x.device.host_link_bytes_per_second
+    shared, experts = rank_parameters(x.shape, c, own)
+    share = shared / np.where(c.zero_stage >= 1, c.dp_shard * c.cp, 1) + experts
+    states = c.offload_optimizer_ratio * share * 16 * 2 / link
+    weights = (shared + experts) / np.where(c.zero_stage >= 3, c.dp_shard, 1) * x.device.element_bytes
+    tokens = c.micro_batch_size * c.sequence_length / c.cp
+    kept = tokens * x.shape.hidden * x.device.element_bytes * (own.dense + own.moe)
+    kept = kept * np.where(recompute_share(c) >= 1, 1.0, 16.0 / c.tp)
+    slowdown = x.device.overlap_slowdown_ratio
+    out = beside(
+        (kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio) / link, forward, 1.0, slowdown
+    )
+    back = beside(
+        (kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio) / link, backward, 1.0, slowdown
+    )
+    m = c.num_micro_batches
+    return states + m * (out.exposed + back.exposed), m * (out.hidden + back.hidden)
+
+
+def pick(of_kinds: np.ndarray, kind: np.ndarray) -> np.ndarray:
+    """Each row's value for its kind of rank. ``of_kinds``: ``[4, n]``; ``kind``: ``[n]``."""
+    return np.asarray(np.take_along_axis(of_kinds, kind[None], axis=0)[0])
