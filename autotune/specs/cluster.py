@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ class DeviceEntry(Schema):
     """Parts of the names that drivers give it."""
     memory_gib: Positive
     """Memory."""
-    tflops: dict[Literal["bf16", "fp16", "fp8", "fp32"], Positive]
+    tflops: dict[Literal["bf16", "fp16", "fp8", "fp32", "fp64"], Positive]
     """Dense peak of matrix products by precision, 10^12 FLOP/s."""
     memory_gb_per_second: Positive
     """Memory bandwidth, 10^9 bytes/s."""
@@ -42,7 +42,17 @@ class DeviceEntry(Schema):
     devices_per_node: Count
     """Devices of the usual node."""
     source: str
-    """Where the figures come from."""
+    """Where the figures above come from."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Kind of device torch sees."""
+    watts: Positive | None = None
+    """Power limit; null when unknown."""
+    figures: DeviceFigures
+    """What the cost model must know of it; of a CPU, of one core."""
+    links: Annotated[tuple[LinkFigures, ...], Field(strict=False, min_length=1)]
+    """Levels of the usual network, the node first."""
+    sources: dict[str, str]
+    """Figure (a key of ``figures``, ``node_links``, ``cluster_links``, ``watts``) -> where it comes from."""
 
 
 class ClusterSpec(Schema):
@@ -74,6 +84,10 @@ class ClusterSpec(Schema):
     """What the cost model must know of a device; null when unknown."""
     links: Annotated[tuple[LinkFigures, ...], Field(strict=False)] = ()
     """Levels of the network from the closest devices outwards; empty when unknown."""
+    watts: Positive | None = None
+    """Power that a busy device draws, for estimates of energy; null when unknown."""
+    dollars_per_device_hour: Positive | None = None
+    """Price, for estimates of cost; null when unknown (the catalogue has none: prices change)."""
 
     @property
     def num_devices(self) -> int:
@@ -141,7 +155,7 @@ def parse_cluster(text: str) -> ClusterSpec:
         return probe_cluster()
     if is_cluster_file(text):
         document = read_yaml(text)
-        return parse(ClusterSpec, document.data, document=document)
+        return parse(ClusterSpec, _completed(document.data), document=document)
     if text == "cpu" or text.startswith("cpu:"):
         return _parse_cpu(text)
     match = re.fullmatch(r"(?P<kind>.+?)(?:x(?P<devices>[0-9]+))?(?::(?P<nodes>[0-9]+))?", text)
@@ -151,6 +165,18 @@ def parse_cluster(text: str) -> ClusterSpec:
     if not devices or not nodes:
         raise UserError(f"a cluster needs at least one device, got {text!r}", hint="example: h100x8:64 (64 nodes of 8)")
     return _catalogue_cluster(f"{kind}x{devices}-{nodes}", kind, devices, nodes)
+
+
+def _completed(data: Any) -> Any:
+    """A cluster file with what it leaves out about a device of the catalogue: its memory, figures, usual network."""
+    if not isinstance(data, dict) or data.get("device_kind") not in catalogue():
+        return data
+    entry, per_node = catalogue()[data["device_kind"]], data.get("devices_per_node")
+    if entry.device == "cpu" or not isinstance(per_node, int) or per_node < 1:
+        return data
+    known = _catalogue_cluster("known", data["device_kind"], per_node, 1)
+    names = ("device", "memory_bytes", "peak_flops", "memory_bytes_per_second", "link_bytes_per_second")
+    return {name: getattr(known, name) for name in (*names, "figures", "links", "watts")} | data
 
 
 def is_cluster_file(text: str) -> bool:
@@ -170,13 +196,26 @@ def _parse_cpu(text: str) -> ClusterSpec:
 
 
 def _cpu_cluster(name: str, num_devices: int) -> ClusterSpec:
+    entry = catalogue()["cpu"]
+    threads = max(1, machine.num_usable_cores() // num_devices)
     return ClusterSpec(
         name=name,
         device_kind="cpu",
         device="cpu",
         devices_per_node=num_devices,
         memory_bytes=machine.memory_limit_bytes() // num_devices,
-        threads_per_device=max(1, machine.num_usable_cores() // num_devices),
+        threads_per_device=threads,
+        figures=_of_cores(entry.figures, threads),
+        links=entry.links,
+        watts=entry.watts * threads if entry.watts else None,
+    )
+
+
+def _of_cores(figures: DeviceFigures, num_cores: int) -> DeviceFigures:
+    """The figures of a CPU device of several cores."""
+    matmul = {precision: rate.changed(tflops=rate.tflops * num_cores) for precision, rate in figures.matmul.items()}
+    return figures.changed(
+        matmul=matmul, num_units=num_cores, memory_gb_per_second=figures.memory_gb_per_second * num_cores
     )
 
 
@@ -192,17 +231,32 @@ def _catalogue_cluster(name: str, kind: str, devices_per_node: int, num_nodes: i
         peak_flops={precision: value * 1e12 for precision, value in entry.tflops.items()},
         memory_bytes_per_second=entry.memory_gb_per_second * 1e9,
         link_bytes_per_second=entry.link_gb_per_second * 1e9,
+        figures=entry.figures,
+        links=_links(entry, devices_per_node),
+        watts=entry.watts,
     )
 
 
+def _links(entry: DeviceEntry, devices_per_node: int) -> tuple[LinkFigures, ...]:
+    """The usual network, with the node's level and those inside it fitted to the cluster's nodes."""
+
+    def fitted(size: int | None) -> int | None:
+        if size is None or size > entry.devices_per_node:
+            return size
+        return devices_per_node if size == entry.devices_per_node else min(size, devices_per_node)
+
+    return tuple(level.changed(num_devices=fitted(level.num_devices)) for level in entry.links)
+
+
 def _known_kind(given: str, text: str) -> str:
-    names = {alias: kind for kind, entry in catalogue().items() for alias in (kind, *entry.aliases)}
+    known = {kind: entry for kind, entry in catalogue().items() if entry.device != "cpu"}
+    names = {alias: kind for kind, entry in known.items() for alias in (kind, *entry.aliases)}
     if given.lower() in names:
         return names[given.lower()]
     words = ["local", "cpu", *names]
     close = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
     raise UserError(
-        f"unknown device {given!r} in the cluster {text!r}; known are {', '.join(catalogue())}",
+        f"unknown device {given!r} in the cluster {text!r}; known are {', '.join(known)}",
         hint=(f"did you mean '{close[0]}'? " if close else "")
         + "A cluster is local, cpu:2, h100x8:64 (64 nodes of 8), or a YAML file",
     )

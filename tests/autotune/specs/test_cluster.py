@@ -9,6 +9,7 @@ import pytest
 
 from autotune.specs import cluster, machine
 from autotune.specs.cluster import ClusterSpec, catalogue, parse_cluster, probe_cluster
+from autotune.specs.figures import DeviceFigures
 from engine.errors import UserError
 from engine.schema import parse
 from engine.yaml_file import dump_yaml
@@ -149,7 +150,9 @@ def test_a_cluster_file_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_catalogue_holds_what_was_promised() -> None:
-    wanted = "h100 h100-pcie h200 h800 a100 a100-40g b200 b300 gb200 gb300 mi250x mi300x mi325x mi355x v100 h20 l40s"
+    wanted = (
+        "h100 h100-pcie h200 h800 a100 a100-40g b200 b300 gb200 gb300 mi250x mi300x mi325x mi355x v100 h20 l40s cpu"
+    )
     assert set(catalogue()) == set(wanted.split())
     names = [name for kind, entry in catalogue().items() for name in (kind, *entry.aliases)]
     assert len(names) == len(set(names))
@@ -181,3 +184,59 @@ def test_the_catalogue_agrees_with_published_figures(shared_data: Path) -> None:
                 assert ours == pytest.approx(float(row["value"]), rel=0.02), row["id"]
                 checked += 1
     assert checked > 30
+
+
+def test_every_device_has_figures_with_their_sources() -> None:
+    for kind, entry in catalogue().items():
+        assert entry.watts, kind
+        told = {"node_links", "figures"} if entry.device == "cpu" else {"matmul", "memory_gb_per_second", "node_links"}
+        assert told <= set(entry.sources), kind
+        assert set(entry.sources) <= {*DeviceFigures.model_fields, "figures", "node_links", "cluster_links", "watts"}
+        assert entry.links[-1].num_devices is None, kind
+        attained = {precision: rate.tflops for precision, rate in entry.figures.matmul.items()}
+        assert all(rate <= entry.tflops.get(precision, rate) for precision, rate in attained.items()), kind  # type: ignore[call-overload]
+        assert entry.figures.memory_gb_per_second <= entry.memory_gb_per_second, kind
+        assert entry.links[0].gb_per_second <= entry.link_gb_per_second, kind
+
+
+def test_levels_of_the_network_follow_the_nodes() -> None:
+    def sizes(text: str) -> list[int | None]:
+        return [level.num_devices for level in parse_cluster(text).links]
+
+    assert sizes("h100x8:2") == [8, None]
+    assert sizes("h100x4:2") == [4, None]
+    assert sizes("gb200x4:36") == [72, None]
+    assert sizes("l40sx2:4") == [2, 2, None]
+    assert sizes("l40sx8") == [4, 8, None]
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_cpu_device_has_the_figures_of_its_cores() -> None:
+    one, two = parse_cluster("cpu:4"), parse_cluster("cpu:2")
+    assert one.figures is not None
+    assert two.figures is not None
+    assert two.figures.matmul["fp32"].tflops == 2 * one.figures.matmul["fp32"].tflops
+    assert two.links == one.links != ()
+
+
+def test_a_cluster_file_needs_only_what_differs_from_the_catalogue(tmp_path: Path) -> None:
+    usual = parse_cluster("h100x8:16")
+    path = tmp_path / "mine.yaml"
+    mine = {"name": "mine", "device_kind": "h100", "devices_per_node": 8, "num_nodes": 16}
+    path.write_text(dump_yaml(mine), encoding="utf-8")
+    assert parse_cluster(str(path)) == usual.changed(name="mine")
+    links = [{"num_devices": 8, "gb_per_second": 365, "latency_us": 0.6}, {"gb_per_second": 12, "latency_us": 9}]
+    path.write_text(dump_yaml(mine | {"links": links, "dollars_per_device_hour": 2.5}), encoding="utf-8")
+    spec = parse_cluster(str(path))
+    assert [level.gb_per_second for level in spec.links] == [365, 12]
+    assert (spec.figures, spec.dollars_per_device_hour) == (usual.figures, 2.5)
+
+
+def test_a_cluster_file_of_before_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    text = (
+        "schema_version: 1\nname: old\ndevice_kind: future-1\ndevice: cuda\ndevices_per_node: 2\nmemory_bytes: 1000\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    spec = parse_cluster(str(path))
+    assert (spec.figures, spec.links, spec.watts, spec.dollars_per_device_hour) == (None, (), None, None)
