@@ -85,7 +85,8 @@ def layer_activations(
     scores = per_score * tokens * shape.num_heads / tp * c.sequence_length + maxima
 
     widths = np.where(shape.ffn_matrices == 3, recipe.gated_widths, recipe.plain_widths)
-    per_width = (widths - 1) * e + e_input
+    e_gate = np.where((recipe.saves_gate_fp8 > 0) & (shape.ffn_matrices == 3), e_input, e)
+    per_width = (widths - 1) * e_gate + e_input
     dense_ffn = tokens / tp * shape.ffn * per_width
     etp = np.asarray(c.etp, dtype=np.float64)
     routed = tokens * shape.experts_per_token * (etp / tp) * imbalance
@@ -95,14 +96,8 @@ def layer_activations(
         + 8 * tokens * split * shape.num_experts
     )
     common = around + attention + scores
+    working = recipe.working_tensors * e * tokens * shape.hidden
     dense, moe = common + dense_ffn, common + moe_ffn
-    gradients = e * tokens * shape.hidden
-    dense_gradients = gradients + e * tokens / tp * shape.ffn * shape.ffn_matrices
-    moe_gradients = gradients + e * shape.ffn_matrices * (
-        routed * shape.expert_ffn / etp + tokens / tp * shape.shared_ffn
-    )
-    moe_gradients = moe_gradients + 2 * e * routed * shape.hidden
-
     products = tokens * e * (query + kv_value + value)
     by_product = stream + products + np.maximum(stream, 0)
     selective_dense = np.where(
@@ -124,6 +119,6 @@ def layer_activations(
         stream,
         kept_dense * onto_device,
         kept_moe * onto_device,
-        again_dense + recipe.working_ratio * dense_gradients,
-        again_moe + recipe.working_ratio * moe_gradients,
+        again_dense + working,
+        again_moe + working,
     )

@@ -183,10 +183,8 @@ class _States:
     parameters: np.ndarray
     gradients: np.ndarray
     optimizer: np.ndarray
-    gathered: np.ndarray
-    """Parameters gathered for the layers at work, and gradients on their way to their shards."""
-    step: np.ndarray
-    """What the optimizer step needs for itself."""
+    buffers: np.ndarray
+    """Parameters gathered for the layers at work, gradients on their way to their shards, the optimizer step's own."""
 
 
 @dataclass(frozen=True)
@@ -252,17 +250,14 @@ def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: Rank
     optimizer = num_states * np.where(half, recipe.state_bytes, e) * split_states
 
     layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
-    group = np.maximum(layer, _ends(shape, c, share))
     gathered = np.where(free & is_sharded, e * 2 * layer, 0.0)
     reduced = np.where((stage >= 2) & is_sharded & stored_once, (e + gradient) * layer, 0.0)
-    buffers = gathered + reduced + np.where(is_sharded, recipe.bucket_bytes, 0.0) + 0 * group
-    onto_device, states_onto_device = 1 - c.offload_parameters_ratio, 1 - c.offload_optimizer_ratio
+    buffers = gathered + reduced + np.where(is_sharded, recipe.bucket_bytes, 0.0) + recipe.step_bytes * split_states
     return _States(
-        parameters * onto_device,
+        parameters * (1 - c.offload_parameters_ratio),
         gradients,
-        optimizer * states_onto_device,
+        optimizer * (1 - c.offload_optimizer_ratio),
         buffers,
-        recipe.step_bytes * split_states,
     )
 
 
@@ -271,15 +266,18 @@ def _moving(
 ) -> _Moving:
     saved = share.dense_layers * kinds.dense + share.moe_layers * kinds.moe
     activations = share.in_flight * saved
+    matrix = shape.hidden * (shape.ffn_matrices - 1) * np.maximum(shape.ffn, shape.shared_ffn)
     backward = np.maximum(
         np.where(share.dense_layers > 0, kinds.dense_backward, 0.0),
         np.where(share.moe_layers > 0, kinds.moe_backward, 0.0),
     )
+    backward = backward + recipe.weight_gradient_bytes * matrix / np.asarray(c.tp, dtype=np.float64)
     e = element_bytes(c)
     tokens = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
     width = shape.vocab / np.where(c.vocab_parallel, np.asarray(c.tp, dtype=np.float64), 1.0)
     wide = np.maximum(e, 4.0)
-    logits = share.has_head * tokens * width * (e + wide * np.maximum(recipe.logit_copies - (e == wide), 0))
+    copies = e * recipe.logit_copies + wide * np.maximum(recipe.wide_logit_copies - (e == wide), 0)
+    logits = share.has_head * tokens * width * copies
     sends = recipe.stage_buffers + recipe.stage_buffers_per_micro_batch * c.num_micro_batches
     sends = sends + recipe.keeps_stage_outputs * share.in_flight
     return _Moving(activations, logits, backward, np.where(c.pp > 1, sends * kinds.stream, 0.0))
@@ -288,22 +286,17 @@ def _moving(
 def _at_peak(
     c: PlanColumns, recipe: MemoryRecipe, states: _States, moving: _Moving
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Parts at the greater of the two moments."""
-    early = np.asarray(recipe.preallocates_gradients) > 0
-    held = np.where(early | (c.num_micro_batches > 1), states.gradients, 0.0)
-    in_logits = moving.logits >= moving.backward
-    turn = moving.activations + np.maximum(moving.logits, moving.backward) + held + states.gathered + moving.buffers
-    end = states.gradients + np.maximum(moving.backward + states.gathered, states.step)
-    at_turn = turn >= end
+    """Parts at the greater of the two moments: before the first gradient, or with all of them."""
+    held = np.where((recipe.preallocates_gradients > 0) | (c.num_micro_batches > 1), states.gradients, 0.0)
+    turn = moving.activations + moving.logits + held
+    at_turn = turn >= states.gradients
     zero = np.zeros_like(turn)
     parts = {
         "parameters": states.parameters + zero,
         "gradients": np.where(at_turn, held, states.gradients),
         "optimizer": states.optimizer + zero,
-        "activations": np.where(at_turn, moving.activations + np.where(in_logits, 0.0, moving.backward), 0.0),
-        "logits": np.where(at_turn & in_logits, moving.logits, 0.0),
-        "buffers": np.where(
-            at_turn, states.gathered + moving.buffers, np.maximum(moving.backward + states.gathered, states.step)
-        ),
+        "activations": np.where(at_turn, moving.activations, 0.0) + moving.backward,
+        "logits": np.where(at_turn, moving.logits, 0.0),
+        "buffers": states.buffers + np.where(at_turn, moving.buffers, 0.0),
     }
-    return parts, parts["parameters"] + parts["optimizer"] + np.maximum(turn, end)
+    return parts, np.sum(list(parts.values()), axis=0)

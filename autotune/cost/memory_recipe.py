@@ -44,11 +44,14 @@ class MemoryRecipe:
     state_bytes: Number
     """Bytes per parameter of one optimizer state (AdamW has two)."""
     step_bytes: Number
-    """Bytes per parameter, sharded as the states are, that the optimizer step needs for itself."""
+    """Bytes per parameter, sharded as the states are, that the optimizer step needs for itself; large flat buffers,
+    for which the allocator finds no room among what the activations leave."""
     bucket_bytes: Number
     """Communication buffers of data parallelism that don't depend on the model."""
     saves_fp8: Number
     """1 where fp8 plans keep the inputs of matrix products in fp8."""
+    saves_gate_fp8: Number
+    """1 where fp8 plans keep the inputs of a gated activation in fp8 too."""
     saves_gathered: Number
     """1 where sequence parallelism keeps the gathered inputs of matrix products, 0 where it gathers them again."""
     norm_saved_bytes: Number
@@ -64,9 +67,13 @@ class MemoryRecipe:
     selective_saves_products: Number
     """What selective recompute keeps: 1 every other matrix product (per operation), 0 all but attention's scores."""
     logit_copies: Number
-    """Copies of the logits in fp32 beside those in compute precision, at the peak."""
-    working_ratio: Number
-    """Memory of the gradients of activations within a layer's backward pass, relative to the widths of its tensors."""
+    """Tensors of the logits' size in compute precision, at the peak."""
+    wide_logit_copies: Number
+    """The same in fp32, the cast of the logits among them."""
+    working_tensors: Number
+    """Tensors of hidden size that a layer's backward pass needs beside what was kept: gradients, gathered inputs."""
+    weight_gradient_bytes: Number
+    """Bytes per parameter of a layer's largest matrix for its gradient on the way to the sum."""
     keeps_stage_outputs: Number
     """1 where a pipeline stage keeps its outputs until their backward pass."""
     stage_buffers: Number
