@@ -1,0 +1,132 @@
+"""What a search keeps while rows stream past: the exact Pareto front, and the best rows by one cost.
+
+Rows are told by their number; of rows with equal costs the one with the lowest number stays. So what is kept does not
+depend on the order in which rows come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+_PROBES = 24
+"""Points of the front that rows are compared with before the exact comparison."""
+
+
+def first_of_equals(costs: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Indices of one row for each distinct row of costs, that with the lowest number; sorted by costs."""
+    order = np.lexsort((numbers, *costs.T[::-1]))
+    if len(order) < 2:
+        return order
+    ordered = costs[order]
+    new = np.concatenate(([True], (ordered[1:] != ordered[:-1]).any(axis=1)))
+    rows: np.ndarray = order[new]
+    return rows
+
+
+def non_dominated(costs: np.ndarray) -> np.ndarray:
+    """``[n]`` bools: which of distinct rows, sorted by costs from the first column on, no other dominates."""
+    if costs.shape[1] == 1:
+        only: np.ndarray = np.arange(len(costs)) == 0
+        return only
+    if costs.shape[1] == 2:
+        second = costs[:, 1]
+        best_before = np.concatenate(([np.inf], np.minimum.accumulate(second)[:-1]))
+        mask: np.ndarray = second < best_before
+        return mask
+    from moocore import is_nondominated
+
+    return np.asarray(is_nondominated(costs, keep_weakly=True), dtype=bool) if len(costs) else np.zeros(0, bool)
+
+
+class Front:
+    """The exact front of all rows seen, one row for each distinct point."""
+
+    def __init__(self, num_costs: int) -> None:
+        self.costs = np.empty((0, num_costs))
+        """``[m, k]``, sorted by the first cost, then the next."""
+        self.numbers = np.empty(0, dtype=np.int64)
+
+    def add(self, costs: np.ndarray, numbers: np.ndarray) -> None:
+        """See ``[n, k]`` costs of rows ``[n]``."""
+        maybe = np.flatnonzero(~self.dominates(costs))
+        if not len(maybe):
+            return
+        costs, numbers = costs[maybe], numbers[maybe]
+        rows = first_of_equals(costs, numbers)
+        costs, numbers = costs[rows], numbers[rows]
+        costs, numbers = np.concatenate([self.costs, costs]), np.concatenate([self.numbers, numbers])
+        rows = first_of_equals(costs, numbers)
+        rows = rows[non_dominated(costs[rows])]
+        self.costs, self.numbers = costs[rows], numbers[rows]
+
+    def dominates(self, costs: np.ndarray) -> np.ndarray:
+        """``[n]`` bools: a point of the front is at least as good in every cost, and better in one.
+
+        With more than two costs only some points are asked: what they dominate is dominated, the rest is not known.
+        """
+        if not len(self.costs):
+            return np.zeros(len(costs), dtype=bool)
+        if self.costs.shape[1] == 2:
+            at = np.searchsorted(self.costs[:, 0], costs[:, 0], side="right") - 1
+            near = self.costs[np.maximum(at, 0)]
+            mask: np.ndarray = (at >= 0) & _dominates(near, costs)
+            return mask
+        found = np.zeros(len(costs), dtype=bool)
+        left = np.arange(len(costs))
+        for probe in self._probes():
+            hit = _dominates(probe, costs[left])
+            found[left[hit]] = True
+            left = left[~hit]
+        return found
+
+    def dominates_bounds(self, bounds: np.ndarray) -> np.ndarray:
+        """``[n]`` bools: every row with costs of at least ``bounds`` ``[n, k]`` is dominated."""
+        return self.dominates(bounds)
+
+    def _probes(self) -> np.ndarray:
+        """Points spread over the front."""
+        if len(self.costs) <= _PROBES:
+            return self.costs
+        points: np.ndarray = self.costs[np.linspace(0, len(self.costs) - 1, _PROBES).round().astype(int)]
+        return points
+
+
+def _dominates(points: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    weakly = (points[..., 0] <= costs[:, 0]) & (points[..., 1 % costs.shape[1]] <= costs[:, 1 % costs.shape[1]])
+    for i in range(2, costs.shape[1]):
+        weakly &= points[..., i] <= costs[:, i]
+    better = np.zeros(len(costs), dtype=bool)
+    for i in range(costs.shape[1]):
+        better |= points[..., i] < costs[:, i]
+    return np.asarray(weakly & better)
+
+
+class Best:
+    """The best rows by one cost, ties by the other costs and the number; one row for each distinct key."""
+
+    def __init__(self, size: int, column: int, keys: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Keep ``size`` rows by cost ``column``; ``keys`` gives ``[n, ...]`` keys for numbers ``[n]``."""
+        self.size, self.column, self._keys = size, column, keys
+        self.costs = np.empty((0, 0))
+        self.numbers = np.empty(0, dtype=np.int64)
+
+    @property
+    def limit(self) -> float:
+        """Rows with a higher cost are of no interest."""
+        return float(self.costs[-1, self.column]) if len(self.numbers) == self.size else np.inf
+
+    def add(self, costs: np.ndarray, numbers: np.ndarray) -> None:
+        """See ``[n, k]`` costs of rows ``[n]``."""
+        maybe = np.flatnonzero(costs[:, self.column] <= self.limit)
+        if not len(maybe) or not self.size:
+            return
+        costs, numbers = costs[maybe], numbers[maybe]
+        if len(self.numbers):
+            costs, numbers = np.concatenate([self.costs, costs]), np.concatenate([self.numbers, numbers])
+        rest = [costs[:, i] for i in range(costs.shape[1] - 1, -1, -1) if i != self.column]
+        order = np.lexsort((numbers, *rest, costs[:, self.column]))
+        _, first = np.unique(self._keys(numbers[order]), axis=0, return_index=True)
+        order = order[np.sort(first)[: self.size]]
+        self.costs, self.numbers = costs[order], numbers[order]
