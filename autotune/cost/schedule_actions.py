@@ -217,7 +217,7 @@ class _Counted:
                 self.actions.append(self._next(word))
 
     def _next(self, word: str) -> Action:
-        kind, chunk = word
+        kind, chunk = word[0], word[1]
         if kind == BACKWARD:
             micro_batch = self.count[f"I{chunk}"]
             self.count[f"I{chunk}"] += 1

@@ -67,10 +67,10 @@ def _recorded(schedule: str, pp: int, m: int) -> list[list[str]]:
     from torch.distributed.pipelining.schedules import get_schedule_class
     from torch.distributed.pipelining.stage import PipelineStage
 
+    stage = create_autospec(PipelineStage, instance=True)
     ranks = []
     for rank in range(pp):
         done: list[str] = []
-        stage = create_autospec(PipelineStage, instance=True)
         stage.configure_mock(submod=None, num_stages=pp, stage_index=rank, group_rank=rank, group_size=pp)
         for recv_or_send in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
             getattr(stage, recv_or_send).return_value = []
@@ -96,7 +96,8 @@ def test_every_pass_once_and_on_its_rank() -> None:
                         seen[Action(one.stage, kind, one.micro_batch)] += 1
         stages = pp * virtual_stages
         wanted = {Action(stage, kind, i) for stage in range(stages) for kind in "FIW" for i in range(m)}
-        assert set(seen) == wanted and set(seen.values()) == {1}
+        assert set(seen) == wanted
+        assert set(seen.values()) == {1}
 
 
 @pytest.mark.unit
