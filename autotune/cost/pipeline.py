@@ -142,8 +142,8 @@ def _dualpipev(
 ) -> Column:
     """DualPipeV: see ``bubble_seconds``."""
     weight, inputs = ratio * backward, (1 - ratio) * backward
-    split = np.maximum(inputs - weight, 0.0)
-    return split + _longest(2 * forward, (p - 2) / (p - 1) * forward + inputs)
+    longest: Column = _longest(2 * forward, (p - 2) / (p - 1) * forward + inputs) + np.maximum(inputs - weight, 0.0)
+    return longest
 
 
 def send_seconds(
