@@ -42,6 +42,12 @@ class Coefficients(Schema):
     """Time of cross-entropy, relative to the same."""
     cast_bytes: Positive = 6.0
     """Bytes moved per element that is cast to 8 bits, the search for its scale included."""
+    rowwise_ratio: Positive = 0.9
+    """Rate of 8-bit products with a scale per row or block, relative to one per tensor."""
+    mxfp8_ratio: Positive = 0.95
+    """The same with a scale per 32 elements."""
+    nvfp4_ratio: Positive = 1.5
+    """The same of products of 4 bits."""
     kernel_us: NonNegative = 3.0
     """Device time of each kernel beyond its work, microseconds."""
     backward_launch_ratio: Positive = 1.4

@@ -128,7 +128,7 @@ def matmul_seconds(
     """
     d, k = b.device, b.coefficients
     flops, half = (d.wide_flops, d.wide_half_depth) if wide else (d.matmul_flops * _fp8_factor(b), d.half_depth)
-    tiles = np.ceil(rows / d.tile_rows) * np.ceil(columns / d.tile_columns) * count
+    tiles = np.maximum(np.ceil(rows / d.tile_rows) * np.ceil(columns / d.tile_columns) * count, 1)
     waves = tiles / d.num_units
     quantised = waves * (np.ceil(waves) / waves) ** k.wave_share
     area = d.num_units * d.tile_rows * d.tile_columns
@@ -138,7 +138,10 @@ def matmul_seconds(
 
 
 def _fp8_factor(b: Basis) -> Number:
-    return np.where(np.asarray(b.device.is_fp8) > 0, b.software.fp8_ratio, 1.0)
+    """What the stack and the recipe of scales do to the rate of 8-bit products."""
+    k = b.coefficients
+    recipes = np.array([1.0, k.rowwise_ratio, k.mxfp8_ratio, k.nvfp4_ratio])
+    return np.where(np.asarray(b.device.is_fp8) > 0, b.software.fp8_ratio * recipes[b.device.recipe], 1.0)
 
 
 def _misalignment(k: Coefficients, columns: Number, depth: Number) -> Number:

@@ -14,6 +14,8 @@ from autotune.specs.figures import DeviceFigures, SoftwareFigures
 from engine.errors import UserError
 
 FP8 = code("precision", "fp8")
+FP8_RECIPES = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
+"""How products of 8 bits and fewer are scaled: one scale per tensor, per row or block, per 32 elements; 4 bits."""
 ELEMENT_BYTES = np.array([{"fp64": 8, "fp32": 4}.get(word, 2) for word in words_of("precision")], dtype=np.float64)
 """Bytes of an activation by precision code; 8-bit plans keep activations in 16 bits."""
 
@@ -31,6 +33,8 @@ class DeviceColumns:
     element_bytes: Number
     is_fp8: Number
     """1 where products are in 8 bits."""
+    recipe: int | np.ndarray
+    """Code (``FP8_RECIPES``) of how 8-bit products are scaled."""
     tile_rows: Number
     tile_columns: Number
     num_units: Number
@@ -41,26 +45,30 @@ class DeviceColumns:
     overlap_slowdown_ratio: Number
 
     @classmethod
-    def of(cls, figures: DeviceFigures, precision: np.ndarray) -> Self:
+    def of(cls, figures: DeviceFigures, precision: np.ndarray, recipe: int = 0) -> Self:
         """One device for all rows.
 
         Args:
             figures: The device.
             precision: ``[n]`` codes.
+            recipe: Code of ``FP8_RECIPES``.
 
         Raises:
             UserError: The device has no figures for a precision that the rows have.
         """
-        return cls.rows([figures], np.zeros(np.shape(precision), dtype=np.int64), precision)
+        return cls.rows([figures], np.zeros(np.shape(precision), dtype=np.int64), precision, recipe)
 
     @classmethod
-    def rows(cls, devices: Sequence[DeviceFigures], index: np.ndarray, precision: np.ndarray) -> Self:
+    def rows(
+        cls, devices: Sequence[DeviceFigures], index: np.ndarray, precision: np.ndarray, recipe: int | np.ndarray = 0
+    ) -> Self:
         """One device per row.
 
         Args:
             devices: The devices.
             index: ``[n]``: which of them each row has.
             precision: ``[n]`` codes.
+            recipe: Code of ``FP8_RECIPES``, or ``[n]``.
 
         Raises:
             UserError: A device has no figures for a precision that its rows have.
@@ -71,7 +79,8 @@ class DeviceColumns:
         for row, device in enumerate(devices):
             for place, word in enumerate(words):
                 if (figures := device.matmul.get(word)) is not None:  # type: ignore[call-overload]
-                    flops[row, place], depth[row, place] = figures.tflops * 1e12, figures.half_depth
+                    flops[row, place] = figures.tflops * 1e12 * device.sustained_ratio
+                    depth[row, place] = figures.half_depth
         wide = np.where(precision == FP8, code("precision", "bf16"), precision)
         matmul_flops, wide_flops = flops[index, precision], flops[index, wide]
         missing = np.isnan(matmul_flops) | np.isnan(wide_flops)
@@ -95,11 +104,12 @@ class DeviceColumns:
             wide_half_depth=depth[index, wide],
             element_bytes=ELEMENT_BYTES[precision],
             is_fp8=(precision == FP8).astype(np.float64),
+            recipe=recipe,
             tile_rows=column("tile_rows"),
             tile_columns=column("tile_columns"),
             num_units=column("num_units"),
             attention_ratio=column("attention_ratio"),
-            memory_bytes_per_second=column("memory_gb_per_second", 1e9),
+            memory_bytes_per_second=column("memory_gb_per_second", 1e9) * column("sustained_memory_ratio"),
             launch_seconds=column("launch_us", 1e-6),
             host_link_bytes_per_second=column("host_link_gb_per_second", 1e9),
             overlap_slowdown_ratio=column("overlap_slowdown_ratio"),

@@ -30,6 +30,10 @@ class DeviceFigures(Schema):
 
     matmul: dict[MatmulPrecision, MatmulFigures]
     """By precision of the operands; one that is missing can't be planned with."""
+    sustained_ratio: Positive = 1.0
+    """Rate that long training sustains over ``tflops`` of the best shapes measured alone (clocks, power, kernels)."""
+    sustained_memory_ratio: Positive = 1.0
+    """The same of the memory bandwidth."""
     tile_rows: Count = 128
     """Rows of the output that one unit computes at a time; shapes are rounded up to whole tiles."""
     tile_columns: Count = 128

@@ -1,0 +1,303 @@
+"""The fit of the cost model's figures to measured step times.
+
+Unknown are the coefficients of the formulas, two factors per device and a few per training stack, all as logarithms
+(shares as log odds). Each has a prior: its default, within a stated spread; a stack or a device with few runs stays
+near it. The loss is the robust sum of squared errors of the logarithm of the step time, each run weighted down by how
+many its family has, since runs of one publisher share their faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from autotune.cost.coefficients import Coefficients
+from autotune.cost.columns import PlanColumns, encode
+from autotune.cost.communication import LinkColumns
+from autotune.cost.device_columns import FP8_RECIPES, DeviceColumns, SoftwareColumns
+from autotune.cost.estimate import step_time
+from autotune.cost.shapes import ModelShape
+from autotune.cost.software import software_figures
+from autotune.cost.step_time import Scope
+from autotune.specs.cluster import ClusterSpec
+from autotune.specs.figures import DeviceFigures
+from engine.plan import Plan, plan_table
+from engine.spec import ModelSpec
+
+COEFFICIENT_SPREAD = {
+    "wave_share": 0.7,
+    "misalignment": 0.7,
+    "gradient_product_ratio": 0.1,
+    "grouped_ratio": 0.3,
+    "attention_half_length": 0.7,
+    "attention_backward_ratio": 0.2,
+    "score_bytes_forward": 0.5,
+    "score_bytes_backward": 0.5,
+    "memory_bound_ratio": 0.4,
+    "permute_ratio": 0.5,
+    "loss_ratio": 0.5,
+    "cast_bytes": 0.5,
+    "rowwise_ratio": 0.15,
+    "mxfp8_ratio": 0.15,
+    "nvfp4_ratio": 0.25,
+    "kernel_us": 0.5,
+    "backward_launch_ratio": 0.3,
+    "step_kernels": 1.0,
+    "host_sharpness": 0.3,
+    "optimizer_bytes": 0.5,
+    "dp_hidden_ratio": 1.0,
+    "tp_hidden_ratio": 1.0,
+    "ep_hidden_ratio": 1.0,
+    "cp_hidden_ratio": 1.0,
+    "straggler_ratio": 0.7,
+}
+"""Coefficient -> standard deviation of its prior, of its logarithm (of its log odds for shares)."""
+
+SHARES = frozenset(("wave_share", "dp_hidden_ratio", "tp_hidden_ratio", "ep_hidden_ratio", "cp_hidden_ratio"))
+"""Coefficients between 0 and 1."""
+
+DEVICE_SPREAD = {"sustained_ratio": 0.15, "sustained_memory_ratio": 0.15}
+"""Factor of a device -> standard deviation of its prior around 1."""
+
+SOFTWARE_SPREAD = {
+    "compute_ratio": 0.12,
+    "attention_ratio": 0.1,
+    "memory_bound_ratio": 0.15,
+    "communication_ratio": 0.2,
+    "host_ratio": 0.3,
+    "fp8_ratio": 0.1,
+}
+"""Factor of a stack -> standard deviation of its prior around 1."""
+
+ERROR = 0.08
+"""Error of a step time that the loss counts as one standard deviation, of its logarithm."""
+FAMILY_WEIGHT_POWER = 0.5
+"""A family with ``k`` runs weighs ``k ** (1 - power)`` of them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured step time with what it is a function of."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    plan: Plan
+    global_batch_size: int
+    sequence_length: int
+    software: str
+    recipe: str
+    """Of ``FP8_RECIPES``, or empty."""
+    step_seconds: float
+    family: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted figures."""
+
+    coefficients: Coefficients
+    devices: Mapping[str, Mapping[str, float]]
+    """Device kind -> factor (``DEVICE_SPREAD``) -> value."""
+    software: Mapping[str, Mapping[str, float]]
+    """Stack -> factor (``SOFTWARE_SPREAD``) -> value."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Runs in the form that the formulas take, with all factors of devices and stacks at 1."""
+
+    scope: Scope
+    columns: PlanColumns
+    device_kinds: tuple[str, ...]
+    device_index: np.ndarray
+    software_names: tuple[str, ...]
+    software_index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.device_index)
+
+
+def tabulate(runs: Sequence[Run]) -> Table:
+    """Columns of runs of many models, clusters and stacks.
+
+    Raises:
+        UserError: A cluster without figures, or an unknown stack.
+    """
+    models, model_index = _distinct([run.model for run in runs])
+    clusters, cluster_index = _distinct([run.cluster for run in runs])
+    names = tuple(sorted({run.software for run in runs}))
+    software_index = np.array([names.index(run.software) for run in runs])
+    kinds = tuple(sorted({cluster.device_kind for cluster in clusters}))
+    device_index = np.array([kinds.index(run.cluster.device_kind) for run in runs])
+    plans = plan_table((run.plan, run.global_batch_size, run.sequence_length) for run in runs)
+    shape = ModelShape.rows([ModelShape.of(model) for model in models], model_index)
+    columns = encode(plans, np.asarray(shape.num_layers, dtype=np.int64))
+    neutral = [_neutral(cluster) for cluster in clusters]
+    stacks = [software_figures(name).model_copy(update=dict.fromkeys(SOFTWARE_SPREAD, 1.0)) for name in names]
+    recipes = np.array([FP8_RECIPES.index(run.recipe) if run.recipe else 0 for run in runs])
+    scope = Scope(
+        shape=shape,
+        device=DeviceColumns.rows(neutral, cluster_index, columns.precision, recipes),
+        software=SoftwareColumns.rows(stacks, software_index),
+        coefficients=Coefficients(),
+        links=LinkColumns.rows(clusters, cluster_index),
+    )
+    return Table(scope, columns, kinds, device_index, names, software_index)
+
+
+def _distinct(values: Sequence[object]) -> tuple[list, np.ndarray]:  # type: ignore[type-arg]
+    place: dict[str, int] = {}
+    distinct: list[object] = []
+    index = []
+    for value in values:
+        key = repr(value)
+        if key not in place:
+            place[key] = len(distinct)
+            distinct.append(value)
+        index.append(place[key])
+    return distinct, np.array(index)
+
+
+def _neutral(cluster: ClusterSpec) -> DeviceFigures:
+    if cluster.figures is None:
+        raise ValueError(f"cluster {cluster.name} has no figures")
+    return cluster.figures.model_copy(update=dict.fromkeys(DEVICE_SPREAD, 1.0))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Parameters of one name: one for all rows, or one per group of rows."""
+
+    name: str
+    kind: str
+    size: int
+    index: np.ndarray | None
+    centre: float
+    spread: float
+
+
+class Fit:
+    """A table of runs and the parameters that its step times depend on."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        defaults = Coefficients()
+        blocks = [
+            _Block(name, "coefficient", 1, None, _to_line(name, getattr(defaults, name)), spread)
+            for name, spread in COEFFICIENT_SPREAD.items()
+        ]
+        devices, stacks = len(table.device_kinds), len(table.software_names)
+        blocks += [_Block(n, "device", devices, table.device_index, 0.0, s) for n, s in DEVICE_SPREAD.items()]
+        blocks += [_Block(n, "software", stacks, table.software_index, 0.0, s) for n, s in SOFTWARE_SPREAD.items()]
+        self.blocks = blocks
+        self.offsets = np.concatenate(([0], np.cumsum([block.size for block in blocks])))
+        self.start = np.concatenate([np.full(block.size, block.centre) for block in blocks])
+        self.spread = np.concatenate([np.full(block.size, block.spread) for block in blocks])
+
+    def log_seconds(self, theta: np.ndarray) -> np.ndarray:
+        """Logarithm of the step time of every row. ``[n]``"""
+        return np.asarray(np.log(predict(self.scope(theta), self.table.columns)))
+
+    def scope(self, theta: np.ndarray) -> Scope:
+        """The formulas' inputs with these parameters."""
+        values = [theta[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+        base = self.table.scope
+        changed: dict[str, dict[str, float | np.ndarray]] = {"coefficient": {}, "device": {}, "software": {}}
+        for block, value in zip(self.blocks, values, strict=True):
+            changed[block.kind][block.name] = (
+                _from_line(block.name, float(value[0])) if block.index is None else np.exp(value)[block.index]
+            )
+        device = changed["device"]
+        compute, memory = device["sustained_ratio"], device["sustained_memory_ratio"]
+        return dataclasses.replace(
+            base,
+            coefficients=Coefficients.model_construct(**changed["coefficient"]),  # type: ignore[arg-type]
+            device=dataclasses.replace(
+                base.device,
+                matmul_flops=base.device.matmul_flops * compute,
+                wide_flops=base.device.wide_flops * compute,
+                memory_bytes_per_second=base.device.memory_bytes_per_second * memory,
+            ),
+            software=dataclasses.replace(base.software, **changed["software"]),
+        )
+
+    def jacobian(self, theta: np.ndarray, rows: np.ndarray, step: float = 1e-4) -> np.ndarray:
+        """Derivative of ``log_seconds`` of some rows. ``[m, parameters]``.
+
+        Parameters of one name change disjoint rows, so that one evaluation serves all groups.
+        """
+        base = self.log_seconds(theta)[rows]
+        matrix = np.zeros((len(base), len(theta)))
+        picked = np.flatnonzero(rows) if rows.dtype == bool else rows
+        for block, offset in zip(self.blocks, self.offsets[:-1], strict=True):
+            moved = theta.copy()
+            moved[offset : offset + block.size] += step
+            change = (self.log_seconds(moved)[rows] - base) / step
+            if block.index is None:
+                matrix[:, offset] = change
+            else:
+                matrix[np.arange(len(base)), offset + block.index[picked]] = change
+        return matrix
+
+    def calibration(self, theta: np.ndarray) -> Calibration:
+        """Parameters as figures."""
+        found: dict[str, dict[str, dict[str, float]]] = {"device": {}, "software": {}}
+        names = {"device": self.table.device_kinds, "software": self.table.software_names}
+        values = {}
+        for block, offset in zip(self.blocks, self.offsets[:-1], strict=True):
+            if block.index is None:
+                values[block.name] = _from_line(block.name, float(theta[offset]))
+                continue
+            for place, name in enumerate(names[block.kind]):
+                found[block.kind].setdefault(name, {})[block.name] = float(np.exp(theta[offset + place]))
+        return Calibration(Coefficients(**values), found["device"], found["software"])
+
+
+def predict(scope: Scope, c: PlanColumns) -> np.ndarray:
+    """Step seconds. ``[n]``"""
+    return np.asarray(np.sum(list(step_time(scope, c).parts.values()), axis=0))
+
+
+def solve(
+    fit: Fit, log_measured: np.ndarray, families: np.ndarray, rows: np.ndarray, start: np.ndarray | None = None,
+    max_evaluations: int = 30,
+) -> np.ndarray:  # fmt: skip
+    """Parameters that fit some rows best.
+
+    Args:
+        fit: The table.
+        log_measured: ``[n]`` logarithm of the measured seconds.
+        families: ``[n]`` family of each row, as numbers.
+        rows: ``[n]`` bools: rows that may be looked at.
+        start: Where to begin; the prior's centre by default.
+        max_evaluations: Steps at most.
+    """
+    counts = np.bincount(families[rows], minlength=families.max() + 1)
+    weight = np.sqrt(counts[families[rows]] ** -FAMILY_WEIGHT_POWER * np.mean(counts[counts > 0]) ** 0.0) / ERROR
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        data = (fit.log_seconds(theta)[rows] - log_measured[rows]) * weight
+        return np.concatenate([data, (theta - fit.start) / fit.spread])
+
+    def jacobian(theta: np.ndarray) -> np.ndarray:
+        data = fit.jacobian(theta, rows) * weight[:, None]
+        return np.vstack([data, np.diag(1 / fit.spread)])
+
+    found = least_squares(
+        residuals, fit.start if start is None else start, jac=jacobian, loss="soft_l1", max_nfev=max_evaluations,
+        x_scale=fit.spread, method="trf",
+    )  # fmt: skip
+    return np.asarray(found.x)
+
+
+def _to_line(name: str, value: float) -> float:
+    value = min(max(value, 0.02), 0.98) if name in SHARES else max(value, 1e-6)
+    return float(np.log(value / (1 - value)) if name in SHARES else np.log(value))
+
+
+def _from_line(name: str, value: float) -> float:
+    return float(1 / (1 + np.exp(-value)) if name in SHARES else np.exp(value))
