@@ -9,12 +9,13 @@ Every device has its own share of every level's bandwidth, since all groups of o
 
 Time of an algorithm with ``w`` bytes through the narrowest point of bandwidth ``B``::
 
-    start + sum of hops * latency + w / B + either((SLOWDOWN - 1) * w / B, (RAMP_HOPS + hops) * half / B)
+    start + sum of hops * latency + w / B + either((SLOWDOWN - 1) * w / B, RAMP_HOPS * fill + sum of hops * fill)
 
 where ``either(x, y) = x y / (x + y)`` is the softened smaller of two: small messages go by a low-latency protocol at a
-fraction of the bandwidth, large ones at all of it after filling each hop's buffers (``half``: the bytes a hop waits
-for). Forms follow the tuning model of NCCL (``src/graph/tuning.cc``: base latency, latency by hop and protocol, tree
-bandwidth 0.92 of the ring's) and Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
+fraction of the bandwidth, large ones at all of it after filling each hop's buffers (``fill``: the seconds that the
+bytes a hop waits for take; the constant part is filled at the first level). Forms follow the tuning model of NCCL
+(``src/graph/tuning.cc``: base latency, latency by hop and protocol, tree bandwidth 0.92 of the ring's) and Thakur et
+al., "Optimization of Collective Communication Operations in MPICH", 2005.
 
 All sizes are bytes and seconds. Every argument and every field is one number or ``[n]``; results broadcast.
 """
@@ -38,6 +39,9 @@ IN_SWITCH_HOPS = 14.0
 """Hops that a reduction in the switch counts for, whatever the group."""
 TREE_RATIO = 0.92
 """Bandwidth of a double binary tree over the ring's (NCCL)."""
+
+PEERS_AT_ONCE = 8.0
+"""Peers that an all-to-all sends to at the same time (NCCL)."""
 
 _TINY = 1e-300
 
@@ -119,8 +123,6 @@ class _Path:
     start: Number
     bus: Number
     """Bandwidth that a ring through all members finds, bytes/s."""
-    fill: Number
-    """Seconds of filling one hop at the slowest level."""
     inner: tuple[Number, ...]
     """Members in a domain of the level below each level (1 below the first)."""
     steps: tuple[Number, ...]
@@ -133,7 +135,6 @@ def _path(group: Group, links: Sequence[Link]) -> _Path:
     inner = (1.0, *group.members[:-1])
     start: Number = 0.0
     bus: Number = np.inf
-    fill: Number = 0.0
     steps, shares = [], []
     for link, below, here in zip(links, inner, group.members, strict=True):
         branches = here / below
@@ -141,16 +142,15 @@ def _path(group: Group, links: Sequence[Link]) -> _Path:
         share = np.minimum(link.bandwidth, link.pair_bandwidth * np.maximum(branches - 1, 1))
         start = np.where(crosses, link.start, start)
         bus = np.where(crosses, np.minimum(bus, below * share), bus)
-        fill = np.where(crosses, np.maximum(fill, link.half_bytes / share), fill)
         steps.append(group.size / below - group.size / here)
         shares.append(share)
-    return _Path(start, bus, fill, inner, tuple(steps), tuple(shares))
+    return _Path(start, bus, inner, tuple(steps), tuple(shares))
 
 
 def _sum_hops(hops: Sequence[Number], path: _Path, links: Sequence[Link]) -> tuple[Number, Number]:
     """Latency and filling of so many hops at each level, seconds."""
     latency: Number = 0.0
-    filling: Number = RAMP_HOPS * path.fill
+    filling: Number = RAMP_HOPS * (links[0].half_bytes / links[0].bandwidth)
     for count, link, share in zip(hops, links, path.shares, strict=True):
         latency = latency + count * link.latency
         filling = filling + count * (link.half_bytes / share)
@@ -218,8 +218,8 @@ def broadcast(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
 def all_to_all(num_bytes: Number, group: Group, links: Sequence[Link], *, outside_ratio: Number = 1.0) -> Number:
     """A different part of each member's ``num_bytes`` to each member.
 
-    Parts for members in the same domain and for those outside travel at the same time, each through the device's own
-    share of its level.
+    What goes to members in the same domain and what leaves it are not hidden by one another: tables of all-to-all on 2
+    to 16 nodes (SimAI) take the sum of both.
 
     Args:
         num_bytes: Of one member's buffer, its own part included.
@@ -233,9 +233,8 @@ def all_to_all(num_bytes: Number, group: Group, links: Sequence[Link], *, outsid
     wire: Number = 0.0
     for level, (below, here, share) in enumerate(zip(path.inner, group.members, path.shares, strict=True)):
         seconds = (here - below) / size * num_bytes / share
-        wire = np.maximum(wire, seconds * (outside_ratio if level else 1.0))
-    # Sends to all peers of a level start together; a device's own start takes a hop's latency each.
-    hops = [(here - below) / 2 for below, here in zip(path.inner, group.members, strict=True)]
+        wire = wire + seconds * (outside_ratio if level else 1.0)
+    hops = [(here - below) / PEERS_AT_ONCE for below, here in zip(path.inner, group.members, strict=True)]
     return _none_alone(_time(path, links, hops, wire), group, num_bytes)
 
 

@@ -151,7 +151,8 @@ def test_a_cluster_file_is_read_back(tmp_path: Path) -> None:
 
 def test_the_catalogue_holds_what_was_promised() -> None:
     wanted = (
-        "h100 h100-pcie h200 h800 a100 a100-40g b200 b300 gb200 gb300 mi250x mi300x mi325x mi355x v100 h20 l40s cpu"
+        "h100 h100-hbm2e h100-pcie h200 h800 h20 a100 a100-40g b200 b300 gb200 gb300 v100 l40s"
+        " mi250x mi300x mi325x mi355x cpu"
     )
     assert set(catalogue()) == set(wanted.split())
     names = [name for kind, entry in catalogue().items() for name in (kind, *entry.aliases)]
