@@ -166,6 +166,53 @@ def pass_times(
     return PassTimes(works, waits)
 
 
+@dataclass(frozen=True)
+class MicroBatchTimes:
+    """Both passes of a micro-batch, by block: times of any set of blocks follow, of a rank or of one of its stages."""
+
+    forward: PassTimes
+    backward: PassTimes
+    """Without what is recomputed."""
+    again: Blocks
+    """Forward work done again in the backward pass, seconds."""
+    kernels_again: Blocks
+    """Its kernels."""
+    launch: Number
+    """Seconds per kernel."""
+    sharpness: float
+    """Of ``smooth_maximum``, between device and host."""
+
+    def device_seconds(self, counts: Blocks) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward pass of so many blocks, with exposed communication, as if the host were never late."""
+        return self.forward.seconds().on(counts), self.backward.seconds().on(counts) + self.again.on(counts)
+
+    def seconds(self, counts: Blocks) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward pass of so many blocks."""
+        forward, backward = self.device_seconds(counts)
+        kernels = self.forward.of("kernels").on(counts)
+        kernels_back = self.backward.of("kernels").on(counts) + self.kernels_again.on(counts)
+        return (
+            smooth_maximum(forward, kernels * self.launch, self.sharpness),
+            smooth_maximum(backward, kernels_back * self.launch, self.sharpness),
+        )
+
+
+def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) -> MicroBatchTimes:
+    """The passes of a micro-batch from the work of single blocks and the seconds of single collectives."""
+    forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
+    share = recompute_share(c)
+    blocks, kernels = forward.seconds(), forward.of("kernels")
+    selective = (c.recompute == SELECTIVE) * work.attention_again.seconds
+    return MicroBatchTimes(
+        forward,
+        backward,
+        again=Blocks(blocks.dense * share + selective, blocks.moe * share + selective, 0.0, 0.0),
+        kernels_again=Blocks(kernels.dense * share, kernels.moe * share, 0.0, 0.0),
+        launch=x.device.launch_seconds * x.software.host_ratio,
+        sharpness=x.coefficients.host_sharpness,
+    )
+
+
 def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) -> StepTime:
     """A step from the work of single blocks and the seconds of single collectives.
 
@@ -173,20 +220,10 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
     """
     k, m = x.coefficients, c.num_micro_batches
     ranks = blocks_of(x.shape, c)
-    forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
-    share = recompute_share(c)
-    forward_blocks = forward.seconds()
-    selective = (c.recompute == SELECTIVE) * work.attention_again.seconds
-    again = Blocks(forward_blocks.dense * share + selective, forward_blocks.moe * share + selective, 0.0, 0.0)
-    kernels, kernels_back = forward.of("kernels"), backward.of("kernels")
-    kernels_back = Blocks(
-        kernels_back.dense + kernels.dense * share, kernels_back.moe + kernels.moe * share, *kernels_back[2:]
-    )
-    launch = x.device.launch_seconds * x.software.host_ratio
-    forward_device = forward_blocks.on(ranks)
-    backward_device = backward.seconds().on(ranks) + again.on(ranks)
-    forward_seconds = smooth_maximum(forward_device, kernels.on(ranks) * launch, k.host_sharpness)
-    backward_seconds = smooth_maximum(backward_device, kernels_back.on(ranks) * launch, k.host_sharpness)
+    micro_batch = micro_batch_times(x, c, work, wire)
+    forward, backward, again, launch = micro_batch.forward, micro_batch.backward, micro_batch.again, micro_batch.launch
+    forward_device, backward_device = micro_batch.device_seconds(ranks)
+    forward_seconds, backward_seconds = micro_batch.seconds(ranks)
 
     slow = np.argmax((forward_seconds + backward_seconds)[:MEAN], axis=0)
     slow_forward, slow_backward = pick(forward_seconds, slow), pick(backward_seconds, slow)
@@ -196,6 +233,7 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
     hidden: dict[str, Number] = {}
     for part, name in {"matmul": "matmul", "attention": "attention", "memory_bound": "memory"}.items():
         parts[part] = m * (forward.of(name).on(own) + backward.of(name).on(own))
+    parts["memory_bound"] = parts["memory_bound"] + m * pick(accumulate, slow)
     parts["recompute"] = m * again.on(own)
     parts["host"] = m * (slow_forward + slow_backward - pick(forward_device + backward_device, slow))
     for axis in ("tp", "cp", "ep"):
@@ -207,7 +245,13 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
         forward_seconds[MEAN], backward_seconds[MEAN],
     )  # fmt: skip
     send = np.asarray(wire.pp_send) * x.software.communication_ratio
-    parts["pp"] = send_seconds(c.schedule, c.pp, c.virtual_stages, m, send, c.overlap_pp > 0)
+    slow_seconds, mean_seconds = slow_forward + slow_backward, forward_seconds[MEAN] + backward_seconds[MEAN]
+    parts["pp"] = send_seconds(
+        c.schedule, c.pp, c.virtual_stages, m, send, c.overlap_pp > 0,
+        slack=(slow_seconds - mean_seconds) * c.pp / np.maximum(c.pp - 1, 1),
+        stage_forward=slow_forward / c.virtual_stages,
+        stage_weight=slow_backward / (2 * c.virtual_stages),
+    )  # fmt: skip
     hidden["pp"] = np.maximum(2 * m * c.virtual_stages * send * (c.pp > 1) - parts["pp"], 0)
     data = data_parallel(x, c, wire, slow_forward, slow_backward)
     parts["dp"], hidden["dp"] = data
