@@ -13,6 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 
 COMMANDS = {
+    "plan": "Say which layout is best for a model on machines, without running it.",
+    "validate": "Compare the planner's estimates with measured runs.",
     "sweep": "Run a tuning sweep over layouts and hyperparameters.",
     "report": "Write the page of a study: Pareto front, knee, failures.",
     "apply": "Write the chosen configuration as a run file.",

@@ -115,10 +115,11 @@ def _figure(figure: Figure | None) -> dict[str, float] | None:
 def _counts(counts: Counts) -> dict[str, Any]:
     return {
         "combinations": counts.num_combinations,
+        "redundant": counts.num_redundant,
         "removed": dict(counts.removed),
         "not_fitting": counts.num_not_fitting,
         "fitting": counts.num_fitting,
-        "bounded": counts.num_bounded,
+        "estimated": counts.num_estimated,
         "seconds": counts.seconds,
     }
 
@@ -178,7 +179,8 @@ def _misfit(misfit: Misfit) -> dict[str, Any]:
 def _rival(rival: Rival) -> dict[str, Any]:
     return {
         "source": rival.source,
-        **plan_data(rival.plan),
+        "plan": rival.plan.to_data(),
+        "estimated": None if rival.estimated is None else plan_data(rival.estimated),
         "against_best": None if rival.comparison is None else _comparison(rival.comparison),
         "broken_rules": list(rival.broken_rules),
         "notes": list(rival.notes),

@@ -118,13 +118,14 @@ def header(answer: Answer) -> RenderableType:
 
 def counts_text(counts: Counts) -> str:
     """How many combinations there were, what removed them, and how long it took."""
-    illegal = sum(counts.removed.values())
-    told = f"{counts.num_combinations:,} combinations in {counts.seconds:.1f} s: {counts.num_fitting:,} fit"
+    legal = counts.num_fitting + counts.num_not_fitting
+    told = (
+        f"{counts.num_combinations:,} combinations in {counts.seconds:.1f} s, {counts.num_redundant:,} of them the same"
+    )
+    told += f" plan twice; {legal:,} plans are legal"
     if counts.num_not_fitting:
-        told += f", {counts.num_not_fitting:,} need more memory"
-    if counts.num_bounded:
-        told += f", {counts.num_bounded:,} told by a bound not to be best"
-    if not illegal:
+        told += f", {counts.num_not_fitting:,} of them need more memory"
+    if not counts.removed:
         return told
     ranked = sorted(counts.removed.items(), key=lambda item: -item[1])
     named = [f"{rule} {count:,}" for rule, count in ranked[:MOST_RULES]]
@@ -367,11 +368,11 @@ def _misfit_parts(answer: Answer, misfit: Misfit) -> Iterable[RenderableType]:
 
 def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
     """A plan that the user brought, part by part beside the best."""
-    plan = rival.plan
-    yield heading(f"{rival.source}: {layout_words(plan.plan)}, {settings_words(plan.plan)}")
+    yield heading(f"{rival.source}: {layout_words(rival.plan)}, {settings_words(rival.plan)}")
     for note in rival.notes:
         yield _indented(note, style="yellow")
-    if rival.broken_rules:
+    plan = rival.estimated
+    if plan is None:
         yield _indented("It can't run:", style="red")
         yield from (_indented(f"  {message}") for message in rival.broken_rules)
         return

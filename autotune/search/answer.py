@@ -9,6 +9,7 @@ from typing import Any
 from autotune.search.compare import Comparison
 from autotune.search.estimated import EstimatedPlan
 from autotune.search.question import Question
+from engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,16 @@ class Counts:
     """What became of the combinations of a space."""
 
     num_combinations: int
+    num_redundant: int
+    """Those that differ from another one only in a value without effect."""
     removed: Mapping[str, int]
-    """Rule id -> combinations that it removed."""
+    """Rule id -> combinations that it removed; each is counted once."""
     num_not_fitting: int
     """Legal ones that need more memory than allowed."""
     num_fitting: int
-    """Legal ones that fit."""
-    num_bounded: int
-    """Legal ones that a bound proved to be neither on the front nor among the best, without a full estimate."""
+    """Legal ones that fit, or that a bound shows not to be best whether they fit or not."""
+    num_estimated: int
+    """Legal ones that were estimated; a bound decided the others."""
     seconds: float
     """Time of the whole answer."""
 
@@ -100,9 +103,11 @@ class Rival:
     """A plan that the user brought, beside the best."""
 
     source: str
-    plan: EstimatedPlan
+    plan: Plan
+    estimated: EstimatedPlan | None
+    """None where a rule forbids the plan."""
     comparison: Comparison | None
-    """With the best plan; None where there is none."""
+    """With the best plan; None where there is none, or no estimate."""
     broken_rules: tuple[str, ...]
     """Messages of the rules it breaks; empty for a legal plan."""
     notes: tuple[str, ...] = ()

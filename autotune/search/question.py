@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autotune.search.plan_objectives import PlanObjective, Prices, check_objectives
 from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, plan_space
 from autotune.specs.cluster import ClusterSpec
 from engine.config import load_run
@@ -48,7 +49,7 @@ class Question:
     space: PlanSpace
     pins: tuple[str, ...]
     """``field=value,value`` texts that the space was made with."""
-    objectives: tuple[str, ...]
+    objectives: tuple[PlanObjective, ...]
     """The first one ranks."""
     software: str
     notes: tuple[str, ...]
@@ -58,6 +59,11 @@ class Question:
     def batch_tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch_size * self.sequence_length
+
+    @property
+    def prices(self) -> Prices:
+        """What a device costs while it runs."""
+        return prices_of(self.cluster)
 
     @property
     def pinned(self) -> dict[str, tuple[Value, ...]]:
@@ -71,6 +77,7 @@ class Question:
         *,
         cluster: ClusterSpec | None = None,
         global_batch_size: int | None = None,
+        sequence_length: int | None = None,
         memory_limit_bytes: int | None = None,
         pins: Sequence[str] | None = None,
         software: str | None = None,
@@ -82,14 +89,16 @@ class Question:
         """
         cluster = cluster or self.cluster
         batch = global_batch_size or self.global_batch_size
+        length = sequence_length or self.sequence_length
         texts = tuple(self.pins if pins is None else pins)
         space = self.space
-        if (cluster.num_devices, batch, texts) != (self.cluster.num_devices, self.global_batch_size, self.pins):
+        before = (self.cluster.num_devices, self.global_batch_size, self.sequence_length, self.pins)
+        if (cluster.num_devices, batch, length, texts) != before:
             space = plan_space(
                 self.model,
                 cluster,
                 global_batch_sizes=[batch],
-                sequence_lengths=[self.sequence_length],
+                sequence_lengths=[length],
                 pins=texts,
                 fewer_devices=needs_fewer_devices(self.objectives),
                 scopes=self.space.scopes,
@@ -98,6 +107,7 @@ class Question:
             self,
             cluster=cluster,
             global_batch_size=batch,
+            sequence_length=length,
             memory_limit_bytes=memory_limit_bytes or self.memory_limit_bytes,
             space=space,
             pins=texts,
@@ -135,6 +145,7 @@ def ask(
     Raises:
         UserError: Anything that can't be read or that leaves nothing to search.
     """
+    ranked = _ordered_objectives(objectives, cluster)
     texts = read_pins(pins)
     if precision is not None:
         texts.append(f"precision={precision}")
@@ -161,10 +172,25 @@ def ask(
         memory_limit_bytes=limit,
         space=space_of(batch.num_sequences),
         pins=tuple(texts),
-        objectives=tuple(objectives),
+        objectives=ranked,
         software=software,
         notes=(*notes, *([batch.note] if batch.note else []), *limit_notes),
     )
+
+
+def prices_of(cluster: ClusterSpec) -> Prices:
+    """Prices that a cluster states."""
+    return Prices(cluster.dollars_per_device_hour, cluster.watts)
+
+
+def _ordered_objectives(names: Sequence[str], cluster: ClusterSpec) -> tuple[PlanObjective, ...]:
+    """The objectives in the order given.
+
+    Raises:
+        UserError: An unknown one, one twice, one that lacks its price.
+    """
+    known = check_objectives(names, prices_of(cluster))
+    return tuple(sorted(known, key=lambda name: names.index(name)))
 
 
 def needs_fewer_devices(objectives: Sequence[str]) -> bool:

@@ -1,0 +1,134 @@
+"""``autotune plan``: which parallel layout, from the cost model alone, in seconds and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.errors import UserError
+from engine.units import GIB
+
+if TYPE_CHECKING:
+    from autotune.search.answer import Answer
+    from autotune.search.rival import RivalPlan
+
+PLAIN_WIDTH = 120
+"""Columns of what goes to a file or a pipe, where COLUMNS says nothing."""
+NOTHING_FITS_EXIT_CODE = 1
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(metavar="FILE", help="A config.json, a folder with one, a model as YAML, or a run file.")
+    ],
+    cluster: Annotated[str, typer.Option(help="h100x8:64 (64 nodes of 8), local, cpu:2, or a cluster file.")],
+    seq_len: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per sequence: 8192, 8Ki.")],
+    global_batch: Annotated[str, typer.Option(metavar="BATCH", help="512-seqs, 4Mi-tokens or 512 (sequences).")],
+    precision: Annotated[
+        str | None, typer.Option(help="Of matrix products; bf16,fp8 tries both. [default: the device's usual one]")
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Hold a choice: tp=8, or mb=1,2 for either.")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most memory of a device, such as 70GiB. [default: all of it]")
+    ] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="speed, memory, devices, cost or energy; several: their front. [default: speed]"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="Plans to show.")] = 10,
+    path: Annotated[bool, typer.Option("--path", help="The ladder from data parallel only to the best.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="PLAN.yaml", help="A plan or run file to hold against the best.")
+    ] = None,
+    software: Annotated[str, typer.Option(help="Training stack whose speed is assumed.")] = "default",
+    engine: Annotated[bool, typer.Option("--engine", help="Only plans that our own engine runs.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="Write the best plan to a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the plans as CSV.")] = False,
+) -> None:
+    """Say which parallel layout is best, why, and what would help, from the cost model: no GPU needed."""
+    from autotune.search.question import ask, read_count, read_model
+    from autotune.search.solve import solve
+    from autotune.specs.cluster import parse_cluster
+
+    if as_json and as_csv:
+        raise UserError("--json and --csv exclude each other", hint="--json has all of it, --csv the plans")
+    question = ask(
+        model=read_model(model),
+        cluster=parse_cluster(cluster),
+        sequence_length=read_count(seq_len, "--seq-len"),
+        global_batch=global_batch,
+        pins=pin or (),
+        precision=precision,
+        max_memory=max_memory,
+        objectives=tuple(objective or ("speed",)),
+        software=software,
+        engine_only=engine,
+    )
+    rival = None if compare is None else _read_rival(compare)
+    answer = solve(question, top=top, ladder=path, rival=rival)
+    if save is not None and answer.plans:
+        _save(answer, save)
+    _print(answer, as_json=as_json, as_csv=as_csv)
+    if not answer.plans:
+        raise typer.Exit(NOTHING_FITS_EXIT_CODE)
+
+
+def _read_rival(path: Path) -> RivalPlan:
+    """A plan file, or the plan of a run file with its batch.
+
+    Raises:
+        UserError: Neither, or a mistake in it.
+    """
+    from autotune.search.rival import RivalPlan
+    from engine.config import load_run
+    from engine.plan import Plan
+    from engine.schema import parse
+    from engine.yaml_file import read_yaml
+
+    document = read_yaml(path)
+    if isinstance(document.data, dict) and "plan" in document.data:
+        run, _ = load_run(path)
+        return RivalPlan(path.name, run.plan, run.hyperparameters.global_batch_size)
+    return RivalPlan(path.name, parse(Plan, document.data, document=document), None)
+
+
+def _save(answer: Answer, path: Path) -> None:
+    """Write the best plan, with where it comes from as comments."""
+    from engine.atomic import write_text
+    from engine.yaml_file import dump_yaml
+
+    question, best = answer.question, answer.plans[0]
+    lines = [
+        f"# best of {answer.counts.num_combinations} combinations for {question.model.name}",
+        f"# on {question.cluster.describe()}",
+        f"# batch: {question.global_batch_size} sequences of {question.sequence_length} tokens",
+        f"# estimated: {best.step_seconds.value:.4g} s a step, {best.memory_bytes.value / GIB:.1f} GiB a device",
+    ]
+    write_text(path, "\n".join(lines) + "\n" + dump_yaml(best.plan.to_data()))
+
+
+def _print(answer: Answer, *, as_json: bool, as_csv: bool) -> None:
+    if as_json:
+        from autotune.commands.plan_data import answer_data
+
+        print(json.dumps(answer_data(answer), indent=2))
+    elif as_csv:
+        from autotune.commands.plan_data import plans_csv
+
+        print(plans_csv(answer), end="")
+    else:
+        from rich.console import Console
+
+        from autotune.commands.plan_view import print_answer
+
+        console = Console(highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = PLAIN_WIDTH
+        print_answer(console, answer)

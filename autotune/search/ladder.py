@@ -1,0 +1,101 @@
+"""The ladder: from data parallelism alone to the best plan, one freedom of the search after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autotune.search.answer import Rung
+from autotune.search.estimated import EstimatedPlan
+from autotune.search.plan_space import PlanSpace, Value
+from autotune.search.question import Question
+
+BASE: dict[str, tuple[Value, ...]] = {
+    "tp": (1,),
+    "pp": (1,),
+    "cp": (1,),
+    "ep": (1,),
+    "etp": (1,),
+    "dp_replicate": (1,),
+    "zero_stage": (0,),
+    "schedule": ("1f1b",),
+    "virtual_stages": (1,),
+    "layers_per_stage": ("even",),
+    "micro_batch_size": (1,),
+    "recompute": ("none",),
+    "sequence_parallel": (False,),
+    "overlap_dp": (False,),
+    "overlap_tp": (False,),
+    "overlap_pp": (False,),
+    "rank_order": ("tp-cp-dp-pp",),
+}
+"""Data parallelism alone, without overlap: what a first script does."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A freedom that a rung adds."""
+
+    id: str
+    words: str
+    fields: tuple[str, ...]
+
+
+STEPS = (
+    Step("data_parallel", "data parallel only", ()),
+    Step("zero", "+ ZeRO stages", ("zero_stage", "dp_replicate")),
+    Step("overlap_dp", "+ its overlap", ("overlap_dp",)),
+    Step("tensor_parallel", "+ tensor parallel", ("tp", "etp")),
+    Step("pipeline", "+ pipeline, 1F1B", ("pp", "overlap_pp")),
+    Step("expert_parallel", "+ expert parallel", ("ep",)),
+    Step("context_parallel", "+ context parallel", ("cp",)),
+    Step("schedule", "+ schedules, virtual stages", ("schedule", "virtual_stages", "layers_per_stage")),
+    Step("recompute", "+ recompute", ("recompute", "recompute_period")),
+    Step("micro_batch", "+ micro-batch", ("micro_batch_size",)),
+    Step("sequence_parallel", "+ sequence parallel", ("sequence_parallel",)),
+    Step("overlap_tp", "+ tensor overlap", ("overlap_tp",)),
+    Step("rank_order", "+ rank order", ("rank_order",)),
+)
+"""The rungs in the order in which a team usually comes by them; each rung's gain depends on what came before it."""
+
+
+def climb(
+    question: Question, best_of: Callable[[Question], tuple[EstimatedPlan | None, EstimatedPlan | None]]
+) -> tuple[Rung, ...]:
+    """The ladder of a question.
+
+    Args:
+        question: The question; its pins hold on every rung.
+        best_of: The best plan of a question, and the one nearest to fitting where none fits.
+    """
+    rungs: list[Rung] = []
+    free: set[str] = set()
+    last: EstimatedPlan | None = None
+    for step in STEPS:
+        gained = [name for name in step.fields if question.space.values.get(name) != _held(question.space, name)]
+        if step.fields and not gained:
+            continue  # the space leaves no choice here
+        free |= set(step.fields)
+        best, closest = best_of(replace(question, space=_restricted(question.space, free)))
+        if best is not None:
+            gain = last.seconds_per_token / best.seconds_per_token - 1 if last is not None else None
+            rungs.append(Rung(step.id, step.words, best, gain, ""))
+            last = best
+        elif closest is not None:
+            times = closest.memory_bytes.high / closest.memory_limit_bytes
+            rungs.append(Rung(step.id, step.words, closest, None, f"out of memory, {times:.2g} times what there is"))
+        else:
+            rungs.append(Rung(step.id, step.words, None, None, "no legal plan"))
+    return tuple(rungs)
+
+
+def _held(space: PlanSpace, name: str) -> tuple[Value, ...] | None:
+    """The values of a field before its freedom is gained: the base's, where the user did not pin others."""
+    if name in space.pinned or name not in space.values:
+        return space.values.get(name)
+    return BASE.get(name, space.values[name])
+
+
+def _restricted(space: PlanSpace, free: set[str]) -> PlanSpace:
+    held = {name: _held(space, name) for name in BASE if name not in free and name in space.values}
+    return space.changed(**{name: values for name, values in held.items() if values is not None})

@@ -1,0 +1,58 @@
+"""A plan that the user brings, held against the best."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autotune.cost.columns import encode
+from autotune.cost.estimate import estimate
+from autotune.search.answer import Rival
+from autotune.search.compare import compare
+from autotune.search.estimated import EstimatedPlan, describe_estimates
+from autotune.search.question import Question
+from engine.plan import Plan, plan_table
+from engine.rule import RuleContext
+from engine.rules import explain_row, violations
+
+
+class RivalPlan(NamedTuple):
+    """A plan from a file."""
+
+    source: str
+    plan: Plan
+    global_batch_size: int | None
+    """Of the run file it comes from; None for a plan file."""
+
+
+def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> Rival:
+    """Estimate a rival at the question's batch, and compare it with the best plan.
+
+    Args:
+        question: The question that ``best`` answers.
+        rival: The plan.
+        best: The best plan; None where nothing fits.
+
+    Raises:
+        UserError: The cost model has no figures for its precision on these machines.
+    """
+    plan, batch = rival.plan, question.global_batch_size
+    row = (plan, batch, question.sequence_length)
+    table = plan_table([row])
+    context = RuleContext(question.model, question.cluster.num_devices)
+    broken = [rule for rule, flags in violations(context, table, question.space.scopes).items() if flags[0]]
+    messages = []
+    for rule in broken:
+        message, hint = explain_row(rule, context, table, 0)
+        messages.append(f"{message} [{rule}]; {hint}")
+    notes = []
+    if rival.global_batch_size not in (None, batch):
+        notes.append(f"its run has a batch of {rival.global_batch_size} sequences; it is estimated with {batch}")
+    if not broken and plan.world_size < question.cluster.num_devices:
+        notes.append(f"it uses {plan.world_size} of {question.cluster.num_devices} devices")
+    if broken:
+        return Rival(rival.source, plan, None, None, tuple(messages), tuple(notes))
+    columns = encode(table, question.model.num_layers)
+    estimates = estimate(question.model, question.cluster, columns, software=question.software)
+    limit = question.memory_limit_bytes
+    found = describe_estimates(question.model, question.cluster, [row], estimates, limit)[0]
+    return Rival(rival.source, plan, found, None if best is None else compare(best, found), (), tuple(notes))

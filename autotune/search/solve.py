@@ -1,0 +1,117 @@
+"""From a question to its answer: search, explanation, what would help."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from autotune.search.advice import choices, memory_binds, shares, what_would_help
+from autotune.search.answer import Answer, Counts
+from autotune.search.compare import compare
+from autotune.search.estimated import EstimatedPlan, describe_estimates
+from autotune.search.exact import PlanRows, SearchResult, search
+from autotune.search.ladder import climb
+from autotune.search.misfit import explain_misfit, refuse_empty_space
+from autotune.search.neighbourhood import explore, space_around
+from autotune.search.question import Question
+from autotune.search.rival import RivalPlan, judge
+
+
+def solve(
+    question: Question,
+    *,
+    top: int = 10,
+    ladder: bool = False,
+    rival: RivalPlan | None = None,
+    advise: bool = True,
+) -> Answer:
+    """Answer a question.
+
+    Args:
+        question: What is asked.
+        top: Plans of the answer.
+        ladder: Whether to climb from data parallelism alone to the best plan.
+        rival: A plan to hold against the best.
+        advise: Whether to say what would help and what each choice is worth.
+
+    Raises:
+        UserError: No plan is legal, with the rule that is in the way and its numbers.
+    """
+    started = time.perf_counter()
+    result = look(question, top)
+    if not result.counts.legal:
+        refuse_empty_space(question, result.counts)
+    plans = described(question, shown_rows(question, result))[:top]
+    answer = Answer(
+        question=question,
+        counts=_counts(result),
+        plans=plans,
+        comparisons=tuple(compare(plans[0], plan) for plan in plans),
+        shares=shares(plans[0]) if plans else (),
+        notes=question.notes,
+    )
+    if not plans:
+        misfit = explain_misfit(question, described(question, result.closest))
+        answer = replace(answer, misfit=misfit)
+    elif advise:
+        seeds = [plan.plan for plan in plans]
+        around = explore(question, space_around(question, seeds))
+        answer = replace(
+            answer,
+            memory_binds_ratio=memory_binds(around),
+            changes=what_would_help(around, seeds),
+            choices=choices(around),
+        )
+    if ladder:
+        answer = replace(answer, ladder=climb(question, best_and_closest))
+    if rival is not None:
+        answer = replace(answer, rival=judge(question, rival, plans[0] if plans else None))
+    seconds = time.perf_counter() - started
+    return replace(answer, counts=replace(answer.counts, seconds=seconds))
+
+
+def look(question: Question, top: int) -> SearchResult:
+    """The exact search for a question's best plans."""
+    return search(
+        question.model,
+        question.cluster,
+        question.space,
+        objectives=question.objectives,
+        max_memory_bytes=question.memory_limit_bytes,
+        top=top,
+        software=question.software,
+        prices=question.prices,
+    )
+
+
+def best_and_closest(question: Question) -> tuple[EstimatedPlan | None, EstimatedPlan | None]:
+    """The best plan of a question, and the one that needs the least memory where none fits."""
+    result = look(question, 1)
+    plans = described(question, result.top[question.objectives[0]])
+    closest = described(question, result.closest)
+    return (plans[0] if plans else None), (closest[0] if closest else None)
+
+
+def shown_rows(question: Question, result: SearchResult) -> PlanRows:
+    """The best plans by the one objective, or the front of several."""
+    return result.front if len(question.objectives) > 1 else result.top[question.objectives[0]]
+
+
+def described(question: Question, rows: PlanRows) -> tuple[EstimatedPlan, ...]:
+    """Rows of a search as plain data."""
+    batches = zip(rows.plans, rows.global_batch_sizes, rows.sequence_lengths, strict=True)
+    limit = question.memory_limit_bytes
+    return tuple(describe_estimates(question.model, question.cluster, batches, rows.estimates, limit))
+
+
+def _counts(result: SearchResult) -> Counts:
+    counts = result.counts
+    return Counts(
+        num_combinations=counts.combinations,
+        num_redundant=counts.redundant,
+        removed=counts.removed,
+        num_not_fitting=counts.not_fitting,
+        num_fitting=counts.legal - counts.not_fitting,
+        num_estimated=counts.evaluated,
+        seconds=0.0,
+    )
