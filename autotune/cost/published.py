@@ -6,6 +6,7 @@ skipped with its reason. Neither is silent.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _SCOPES: tuple[Scope, ...] = ("universal",)
 
+_FAMILY_NAME = re.compile(r"[a-z]+(?:-[a-z]{2,})*")
+
 UNPRICED_WORKLOADS = ("lora",)
 """Kinds of training that do less than a whole forward and backward pass with an update of every parameter."""
 
@@ -52,6 +55,8 @@ class PublishedRun:
     sequence_length: int
     software: str
     """Training stack, a name of ``published_source.STACKS``."""
+    precision: str
+    """The precision as the table writes it."""
     recipe: str
     """Recipe of a low precision: ``fp8``, ``fp8-rowwise``, ``mxfp8``, ``nvfp4``; empty for the others."""
     optimizer: Literal["adamw", "sgd"]
@@ -82,11 +87,17 @@ class PublishedRun:
         )  # fmt: skip
 
     @property
+    def model_family(self) -> str:
+        """The name of the model without its size and version."""
+        name = _FAMILY_NAME.match(self.model_name.lower().replace("_", "-"))
+        return name[0] if name else "other"
+
+    @property
     def ranking_group(self) -> tuple[Hashable, ...]:
         """Runs with the same value differ in their plan alone."""
         return (
             self.source, self.model_name, self.device, self.cluster.num_devices, self.sequence_length,
-            self.global_batch_size, self.plan.precision, self.recipe,
+            self.global_batch_size, self.precision,
         )  # fmt: skip
 
 
@@ -201,7 +212,8 @@ def _run(row: Row, name: str, models: dict[tuple[Hashable, ...], ModelSpec]) -> 
         global_batch_size=batch,
         sequence_length=sequence_length,
         software=stack.name,
-        recipe=recipe_of(row, model),
+        precision=row.word("precision"),
+        recipe=recipe_of(row),
         optimizer="adamw",
         step_seconds=_step_seconds(row, batch * sequence_length, num_devices) if outcome == "ok" else None,
         memory_gb=memory,

@@ -139,6 +139,9 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
     group = re.search(r"zero-?1?[^;,]{0,20}?(?:group|size|over|within)[^;,0-9]{0,20}(\d+)", remarks, re.IGNORECASE)
     if zero_stage and group and dp % int(group[1] or 1) == 0:
         dp_shard = max(int(group[1]), 1)
+    precision, _ = _precision(row, assumptions)
+    if cluster.figures is not None and precision not in cluster.figures.matmul:
+        raise Unreadable(f"{cluster.device_kind} has no figures for precision {precision}")
     ep = row.count("ep")
     if ep is None:
         ep = 1
@@ -162,7 +165,7 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
             sequence_parallel=_sequence_parallel(row, stack, tp, assumptions),
             recompute=recompute,  # type: ignore[arg-type]
             recompute_period=period,
-            precision=_precision(row, model, assumptions)[0],
+            precision=precision,
             overlap_dp=stack.overlap_dp and not overlap_off,
             overlap_tp=_overlap_tp(remarks, stack) and tp > 1 and not overlap_off,
             overlap_pp=stack.overlap_pp and not overlap_off,
@@ -279,7 +282,7 @@ def _layers_per_stage(num_layers: int, num_stages: int, assumptions: Assumptions
     return None
 
 
-def _precision(row: Row, model: ModelSpec, assumptions: Assumptions) -> tuple[Precision, str]:
+def _precision(row: Row, assumptions: Assumptions) -> tuple[Precision, str]:
     """The precision of the matrix products, and the recipe of low precisions (empty for the others)."""
     word = row.word("precision")
     text = word.lower().replace("_", "-")
@@ -298,9 +301,9 @@ def _precision(row: Row, model: ModelSpec, assumptions: Assumptions) -> tuple[Pr
     raise Unreadable(f"precision {word!r} is none of fp32, fp16, bf16, fp8, mxfp8, nvfp4")
 
 
-def recipe_of(row: Row, model: ModelSpec) -> str:
+def recipe_of(row: Row) -> str:
     """Recipe of a low precision: ``fp8``, ``fp8-rowwise``, ``mxfp8``, ``nvfp4``; empty for the others."""
-    return _precision(row, model, Assumptions())[1]
+    return _precision(row, Assumptions())[1]
 
 
 def _overlap_tp(remarks: str, stack: Stack) -> bool:
