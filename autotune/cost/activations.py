@@ -8,6 +8,7 @@ Sequence parallelism and context parallelism divide tokens, tensor parallelism t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -62,63 +63,102 @@ def layer_activations(
         dropout: 1 where there is dropout, whose masks are kept.
         imbalance: Tokens of the rank with the most, relative to the mean, with experts.
     """
-    e = element_bytes(c)
-    e_input = np.where((c.precision == FP8) & (recipe.saves_fp8 > 0), 1.0, e)
-    tp = np.asarray(c.tp, dtype=np.float64)
-    tokens = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
-    split = np.where(c.sequence_parallel, 1 / tp, 1.0)
-    stream = e * tokens * split * shape.hidden
-    inputs = e_input * tokens * shape.hidden * np.where(recipe.saves_gathered, 1.0, split)
-    norms = np.maximum(e, recipe.norm_saved_bytes) * tokens * split * shape.hidden
-    masks = dropout * tokens * split * shape.hidden
-    around = 2 * (norms + inputs + masks)
+    t = _Tokens.of(c, recipe)
+    attention, scores, products = _attention(shape, c, recipe, t, fused_attention, dropout)
+    dense_ffn, dense_width = _dense_ffn(shape, recipe, t)
+    moe_ffn, moe_width = _moe_ffn(shape, c, recipe, t, imbalance)
+    stream = t.e * t.split * shape.hidden
+    norms = np.maximum(t.e, recipe.norm_saved_bytes) * t.split * shape.hidden
+    inputs = t.e_input * np.where(recipe.saves_gathered, t.whole, t.split) * shape.hidden
+    around = 2 * (norms + inputs + dropout * t.split * shape.hidden) + attention + scores
+    working = recipe.working_tensors * t.e * t.whole * shape.hidden
 
-    query, value = shape.num_heads * shape.query_key_dim / tp, shape.num_heads * shape.value_dim / tp
-    held = np.maximum(shape.num_kv_heads / tp, 1.0)
-    key, kv_value = held * shape.query_key_dim, held * shape.value_dim
-    latent = 2 * e * tokens * split * (shape.query_rank + shape.kv_rank)
-    kept = (query + key + kv_value) * (1 + recipe.attention_copies) + value
-    fp8_input = np.where(e_input == e, 0.0, value)
-    attention = tokens * (e * kept + fp8_input) + latent
-    maxima = 4 * tokens * shape.num_heads / tp
-    per_score = np.where(fused_attention, 0.0, e + dropout * (1 + e))
-    scores = per_score * tokens * shape.num_heads / tp * c.sequence_length + maxima
+    by_product = 2 * stream + products  # the layer's input and its last product
+    by_operation = np.asarray(recipe.selective_saves_products) > 0
+    kept, backward = [], []
+    for ffn, width in ((dense_ffn, dense_width), (moe_ffn, moe_width)):
+        everything = around + ffn
+        selected = np.where(by_operation, by_product + width, everything - scores)
+        now = _kept(c, stream, everything, selected)
+        kept.append(now * (1 - c.offload_activations_ratio))
+        again = everything - np.where(c.recompute == SELECTIVE, selected, stream)
+        backward.append(np.where(c.recompute == NONE, 0.0, again) + working)
+    return LayerActivations(stream, kept[0], kept[1], backward[0], backward[1])
 
-    widths = np.where(shape.ffn_matrices == 3, recipe.gated_widths, recipe.plain_widths)
-    e_gate = np.where((recipe.saves_gate_fp8 > 0) & (shape.ffn_matrices == 3), e_input, e)
-    per_width = (widths - 1) * e_gate + e_input
-    dense_ffn = tokens / tp * shape.ffn * per_width
-    etp = np.asarray(c.etp, dtype=np.float64)
-    routed = tokens * shape.experts_per_token * (etp / tp) * imbalance
-    moe_ffn = (
-        routed * (shape.hidden * (e_input + e * recipe.expert_copies) + shape.expert_ffn / etp * per_width)
-        + tokens / tp * shape.shared_ffn * per_width
-        + 8 * tokens * split * shape.num_experts
-    )
-    common = around + attention + scores
-    working = recipe.working_tensors * e * tokens * shape.hidden
-    dense, moe = common + dense_ffn, common + moe_ffn
-    products = tokens * e * (query + kv_value + value)
-    by_product = stream + products + np.maximum(stream, 0)
-    selective_dense = np.where(
-        recipe.selective_saves_products, by_product + e * tokens / tp * shape.ffn, dense - scores
-    )
-    selective_moe = np.where(
-        recipe.selective_saves_products,
-        by_product + e * (routed * (shape.hidden + shape.expert_ffn / etp) + tokens / tp * shape.shared_ffn),
-        moe - scores,
-    )
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a micro-batch on a rank, and the width of what is kept of them."""
+
+    whole: Number
+    """After context parallelism."""
+    split: Number
+    """After sequence parallelism too."""
+    tp: Number
+    e: Number
+    """Bytes of an activation."""
+    e_input: Number
+    """Bytes of a kept input of a matrix product."""
+
+    @classmethod
+    def of(cls, c: PlanColumns, recipe: MemoryRecipe) -> Self:
+        e = element_bytes(c)
+        tp = np.asarray(c.tp, dtype=np.float64)
+        whole = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
+        split = np.where(c.sequence_parallel, whole / tp, whole)
+        e_input = np.where((c.precision == FP8) & (np.asarray(recipe.saves_fp8) > 0), 1.0, e)
+        return cls(whole, split, tp, e, e_input)
+
+
+def _kept(c: PlanColumns, stream: Number, everything: Number, selected: Number) -> Number:
+    """What a layer keeps on average: its input alone, a selection, or everything."""
     share = np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
-    selective = c.recompute == SELECTIVE
-    kept_dense = share * stream + (1 - share) * np.where(selective, selective_dense, dense)
-    kept_moe = share * stream + (1 - share) * np.where(selective, selective_moe, moe)
-    again_dense = np.where(share > 0, dense - stream, np.where(selective, dense - selective_dense, 0.0))
-    again_moe = np.where(share > 0, moe - stream, np.where(selective, moe - selective_moe, 0.0))
-    onto_device = 1 - c.offload_activations_ratio
-    return LayerActivations(
-        stream,
-        kept_dense * onto_device,
-        kept_moe * onto_device,
-        again_dense + working,
-        again_moe + working,
-    )
+    chosen: Number = np.where(c.recompute == SELECTIVE, selected, everything)
+    return share * stream + (1 - share) * chosen
+
+
+def _attention(
+    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, t: _Tokens, fused: Number, dropout: Number
+) -> tuple[Number, Number, Number]:
+    """Bytes of attention's projections and output; of its scores (or a fused kernel's row sums); and of the products
+    that recomputation by operation keeps: queries, values and output.
+
+    With latent attention the compressed queries, keys and values are kept as well, before and after their norms.
+    """
+    query, output = shape.num_heads * shape.query_key_dim / t.tp, shape.num_heads * shape.value_dim / t.tp
+    heads = np.maximum(shape.num_kv_heads / t.tp, 1.0)
+    key, value = heads * shape.query_key_dim, heads * shape.value_dim
+    copies = (query + key + value) * (1 + recipe.attention_copies) + output
+    quantised = np.where(t.e_input == t.e, 0.0, t.e_input * output)  # beside the output that attention itself keeps
+    latent = 2 * t.e * t.split * (shape.query_rank + shape.kv_rank)
+    rows = t.whole * shape.num_heads / t.tp
+    per_score = np.where(fused, 0.0, t.e + dropout * (1 + t.e))  # softmax; its mask and what dropout leaves
+    scores = rows * (4 + per_score * c.sequence_length)
+    return t.whole * (t.e * copies + quantised) + latent, scores, t.whole * t.e * (query + value + output)
+
+
+def _per_width(shape: ModelShape, recipe: MemoryRecipe, t: _Tokens) -> Number:
+    """Bytes that a feed-forward keeps per token and unit of its width."""
+    gated = shape.ffn_matrices == 3
+    widths = np.where(gated, recipe.gated_widths, recipe.plain_widths)
+    return (widths - 1) * np.where(gated & (np.asarray(recipe.saves_gate_fp8) > 0), t.e_input, t.e) + t.e_input
+
+
+def _dense_ffn(shape: ModelShape, recipe: MemoryRecipe, t: _Tokens) -> tuple[Number, Number]:
+    """Bytes kept by a dense feed-forward, and by its first product."""
+    width = t.whole / t.tp * shape.ffn
+    return width * _per_width(shape, recipe, t), width * t.e
+
+
+def _moe_ffn(
+    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, t: _Tokens, imbalance: Number
+) -> tuple[Number, Number]:
+    """Bytes kept by experts, shared experts and router, and by the first products and the experts' outputs.
+
+    A token is held once for each expert it is sent to; ranks of tp share the tokens unless they share the experts.
+    """
+    routed = t.whole * shape.experts_per_token * (c.etp / t.tp) * imbalance
+    width = routed * shape.expert_ffn / c.etp + t.whole / t.tp * shape.shared_ffn
+    copies = routed * shape.hidden * (t.e_input + t.e * recipe.expert_copies)
+    router = 8 * t.split * shape.num_experts  # logits and probabilities in fp32
+    return copies + width * _per_width(shape, recipe, t) + router, t.e * (width + routed * shape.hidden)

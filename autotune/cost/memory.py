@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost.activations import LayerActivations, element_bytes, layer_activations
-from autotune.cost.columns import PlanColumns
+from autotune.cost.columns import PlanColumns, code
 from autotune.cost.memory_recipe import MemoryRecipe
 from autotune.cost.pipeline import DUALPIPEV, ZBV, in_flight
 from autotune.cost.shapes import ModelShape, Number
 from engine.units import GIB
+
+BF16 = code("precision", "bf16")
 
 
 @dataclass(frozen=True)
@@ -245,19 +247,20 @@ def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: Rank
     many = c.num_micro_batches > 1
     split_gradients = (stage >= 2) & ~(stored_once & many & ((stage < 3) | (c.pp > 1)))
     gradient = np.where(half, recipe.gradient_bytes, e)
-    gradients = gradient * np.where(split_gradients, sharded, number) + recipe.extra_gradient_bytes * number
+    further = np.where(np.asarray(c.precision) == BF16, recipe.bf16_gradient_bytes, 0.0)
+    gradients = gradient * np.where(split_gradients, sharded, number) + further * number
     split_states = np.where(stage >= 1, sharded, number)
     optimizer = num_states * np.where(half, recipe.state_bytes, e) * split_states
 
     layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
     gathered = np.where(free & is_sharded, e * 2 * layer, 0.0)
     reduced = np.where((stage >= 2) & is_sharded & stored_once, (e + gradient) * layer, 0.0)
-    buffers = gathered + reduced + np.where(is_sharded, recipe.bucket_bytes, 0.0) + recipe.step_bytes * split_states
+    own = np.where(further > 0, 0.0, recipe.step_bytes * split_states + np.where(is_sharded, recipe.bucket_bytes, 0.0))
     return _States(
         parameters * (1 - c.offload_parameters_ratio),
         gradients,
         optimizer * (1 - c.offload_optimizer_ratio),
-        buffers,
+        gathered + reduced + own,
     )
 
 

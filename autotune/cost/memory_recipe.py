@@ -37,8 +37,8 @@ class MemoryRecipe:
     """1 where parameters are stored once, sharded from ZeRO-1 on, and gathered in compute precision (FSDP)."""
     gradient_bytes: Number
     """Bytes per parameter of the gradients that are summed over micro-batches."""
-    extra_gradient_bytes: Number
-    """Bytes per parameter of further gradients that are never sharded."""
+    bf16_gradient_bytes: Number
+    """Bytes per parameter of further gradients, never sharded, in bf16 plans; the optimizer step then needs nothing."""
     preallocates_gradients: Number
     """1 where gradients have their memory for the whole step, 0 where they appear in the backward pass."""
     state_bytes: Number
