@@ -24,6 +24,8 @@ STUDY_FILE = "study.yaml"
 MEMORY_KEY = "cluster.memory_bytes"
 MEMORY_TOLERANCE_RATIO = 0.02
 """A machine states its memory a little differently after a change of kernel or firmware: it is the same machine."""
+ESTIMATE_KEYS = ("cluster.figures", "cluster.links", "cluster.watts", "cluster.dollars_per_device_hour")
+"""What only estimates are made from: a machine that was profiled anew is the same machine."""
 
 
 class StudyFile(Schema):
@@ -82,10 +84,12 @@ def this_environment() -> dict[str, str]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed between two spaces, one line for each key: added, removed, changed. Memory of the machines counts as
-    changed beyond ``MEMORY_TOLERANCE_RATIO`` only."""
+    changed beyond ``MEMORY_TOLERANCE_RATIO`` only, what estimates are made from not at all."""
     before, after = _flat(old), _flat(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
+        if key.startswith(ESTIMATE_KEYS):
+            continue
         if key not in after:
             lines.append(f"removed  {key}: {_text(before[key])}")
         elif key not in before:

@@ -23,6 +23,7 @@ from autotune.study.study import (
     load_snapshot,
     request_stop,
 )
+from autotune.study.study_file import differences
 from engine.errors import UserError
 from engine.outcome import Outcome, write_outcome
 
@@ -417,3 +418,10 @@ def test_stop_is_for_drivers_that_run(open_study: OpenStudy) -> None:
     request_stop(study.folder)
     assert study.stop_requested()
     assert not open_study().stop_requested()
+
+
+def test_a_machine_that_was_profiled_anew_is_the_same_machine() -> None:
+    old = {"cluster": {"name": "local", "links": [], "figures": {"launch_us": 4.0}, "memory_bytes": 10**9}}
+    new = {"cluster": {"name": "local", "links": [{"latency_us": 9.0}], "figures": None, "memory_bytes": 10**9}}
+    assert differences(old, new) == []
+    assert differences(old, {"cluster": {**new["cluster"], "name": "other"}}) != []
