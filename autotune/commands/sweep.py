@@ -74,7 +74,8 @@ def command(
     loaded, enumeration = load_space(space, overrides)
     folder = study_folder(runs_dir, study or loaded.name)
     seconds = parse_duration(time) if time else loaded.budget.seconds
-    forecast = Forecast.make(loaded, enumeration) if estimates else None
+    can_estimate = loaded.cluster.figures is not None and bool(loaded.cluster.links)
+    forecast = Forecast.make(loaded, enumeration) if estimates and can_estimate else None
     if dry_run:
         _print_dry_run(loaded, enumeration, forecast, seed or 0, as_json=as_json)
         return
@@ -104,6 +105,8 @@ def command(
     try:
         opened.require_corpus(text.corpus_hash)
         view = SweepView(console, opened.snapshot(), num_trials, workers)
+        if estimates and not can_estimate:
+            view.note(f"nothing is known of {loaded.cluster.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, DevicePool(loaded.cluster), view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None
