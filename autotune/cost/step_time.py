@@ -54,15 +54,10 @@ class Blocks(NamedTuple):
 def blocks_of(s: ModelShape, c: PlanColumns) -> Blocks:
     """Blocks of each kind of pipeline rank, over all its virtual stages; ``[4, n]`` each.
 
-    The middle rank is the fullest; its further chunks, like those of the first and the last rank, have the mean size.
-    Leading dense layers of a mixture lie on the first stage.
+    The middle rank is the fullest. Leading dense layers of a mixture lie on the first stage.
     """
     single, folded = c.pp == 1, (c.schedule == ZBV) | (c.schedule == DUALPIPEV)
-    others = s.num_layers - c.first_stage_layers - c.last_stage_layers
-    further = (c.virtual_stages - 1) * others / np.maximum(c.pp * c.virtual_stages - 2, 1)
-    stages = (c.first_stage_layers, c.largest_stage_layers, c.last_stage_layers)
-    layers = np.stack([*np.broadcast_arrays(*(stage + further for stage in stages), s.num_layers / c.pp)])
-    layers = np.where(single, s.num_layers, layers)
+    layers = np.where(single, s.num_layers, rank_layers(s, c, folded))
     leading = np.zeros_like(layers)
     leading[FIRST] = np.minimum(s.num_leading_dense_layers, layers[FIRST])
     leading[MEAN] = s.num_leading_dense_layers / c.pp
@@ -72,6 +67,35 @@ def blocks_of(s: ModelShape, c: PlanColumns) -> Blocks:
     embedding[FIRST], embedding[MEAN] = 1, 1 / c.pp
     head[FIRST], head[LAST], head[MEAN] = folded, ~folded, 1 / c.pp
     return Blocks(layers - moe, moe, np.where(single, 1, embedding), np.where(single, 1, head))
+
+
+def rank_layers(s: ModelShape, c: PlanColumns, folded: np.ndarray) -> np.ndarray:
+    """Layers of each kind of pipeline rank, over all its virtual stages. ``[4, n]``.
+
+    An even split gives the remainder to the first stages, which is exact here; else a rank's further stages are taken
+    to have the mean size.
+
+    Args:
+        s: The architecture.
+        c: ``n`` plans.
+        folded: Whether rank ``r`` has the stages ``r`` and ``2 pp - 1 - r``; else ``r``, ``r + pp`` and so on.
+    """
+    v, stages = c.virtual_stages, c.pp * c.virtual_stages
+    whole, rest = s.num_layers // stages, s.num_layers % stages
+    some = rest > 0
+    even = (c.first_stage_layers == whole + some) & (c.largest_stage_layers == whole + some)
+    even = even & (c.last_stage_layers == whole)
+    rounds, beyond = rest // c.pp, rest > c.pp
+    extra = (
+        np.where(folded, some, rounds + (rest % c.pp > 0)),
+        np.where(folded, 1 * some + beyond, rounds + (rest % c.pp > 0)),
+        np.where(folded, (rest >= c.pp) * 1 + beyond, rounds),
+    )
+    others = s.num_layers - c.first_stage_layers - c.last_stage_layers
+    further = (v - 1) * others / np.maximum(stages - 2, 1)
+    uneven = (c.first_stage_layers, c.largest_stage_layers, c.last_stage_layers)
+    kinds = [np.where(even, v * whole + more, stage + further) for more, stage in zip(extra, uneven, strict=True)]
+    return np.stack([*np.broadcast_arrays(*kinds, s.num_layers / c.pp)])
 
 
 def smooth_maximum(a: np.ndarray, b: np.ndarray, sharpness: float) -> np.ndarray:
@@ -146,6 +170,10 @@ def pass_times(
     """One pass of a micro-batch, ``forward`` or ``backward`` (without what is recomputed)."""
     k, slowdown, ratio = x.coefficients, x.device.overlap_slowdown_ratio, x.software.communication_ratio
     works = {block: getattr(getattr(work, block), direction) for block in BLOCKS}
+    if direction == "backward":
+        for block, parameters in zip(BLOCKS, block_parameters(x.shape, c), strict=True):
+            added = sum(parameters) * k.accumulate_bytes / x.device.memory_bytes_per_second
+            works[block] = works[block]._replace(memory=works[block].memory + added)
     tp, tp_moe, cp, ep, vocab_first, vocab_last = (
         getattr(wire, f"{name}_{direction}") * ratio
         for name in ("tp", "tp_moe", "cp", "ep", "vocab_first", "vocab_last")
@@ -233,7 +261,6 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
     hidden: dict[str, Number] = {}
     for part, name in {"matmul": "matmul", "attention": "attention", "memory_bound": "memory"}.items():
         parts[part] = m * (forward.of(name).on(own) + backward.of(name).on(own))
-    parts["memory_bound"] = parts["memory_bound"] + m * pick(accumulate, slow)
     parts["recompute"] = m * again.on(own)
     parts["host"] = m * (slow_forward + slow_backward - pick(forward_device + backward_device, slow))
     for axis in ("tp", "cp", "ep"):
@@ -302,15 +329,20 @@ def data_parallel(
     return whole.exposed + shard * first + once, whole.hidden
 
 
-def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number, Number]:
-    """Parameters of a pipeline rank with those blocks: replicated over data-parallel ranks, and of its experts."""
+def block_parameters(s: ModelShape, c: PlanColumns) -> tuple[tuple[Number, Number], ...]:
+    """Parameters of each kind of block on one rank: those outside the experts, and the experts'."""
     replicated = s.replicated_layer_parameters
     dense = replicated + (s.dense_layer_parameters - replicated) / c.tp
     moe = replicated + (s.moe_layer_parameters - replicated) / c.tp
-    split = np.where(c.vocab_parallel > 0, c.tp, 1)
-    vocab = s.vocab * s.hidden / split
-    shared = own.dense * dense + own.moe * moe + (own.embedding + own.head * np.where(s.tied, c.pp > 1, 1)) * vocab
-    return shared, own.moe * s.expert_parameters / (c.ep * c.etp)
+    vocabulary = s.vocab * s.hidden / np.where(c.vocab_parallel > 0, c.tp, 1)
+    head = vocabulary * np.where((np.asarray(s.tied) > 0) & (c.pp == 1), 0, 1)
+    return (dense, 0.0), (moe, s.expert_parameters / (c.ep * c.etp)), (vocabulary, 0.0), (head, 0.0)
+
+
+def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number, Number]:
+    """Parameters of a pipeline rank with those blocks: outside the experts, and the experts'."""
+    outside, experts = (Blocks(*kind) for kind in zip(*block_parameters(s, c), strict=True))
+    return outside.on(own), experts.on(own)
 
 
 def optimizer_seconds(x: Scope, c: PlanColumns, own: Blocks, launch: Number) -> np.ndarray:
