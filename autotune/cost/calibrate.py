@@ -30,6 +30,7 @@ from engine.spec import ModelSpec
 
 COEFFICIENT_SPREAD = {
     "wave_share": 0.7,
+    "half_tile_ratio": 0.05,
     "misalignment": 0.7,
     "gradient_product_ratio": 0.1,
     "grouped_ratio": 0.3,
@@ -49,6 +50,7 @@ COEFFICIENT_SPREAD = {
     "step_kernels": 1.0,
     "host_sharpness": 0.3,
     "optimizer_bytes": 0.5,
+    "accumulate_bytes": 0.3,
     "dp_hidden_ratio": 1.0,
     "tp_hidden_ratio": 1.0,
     "ep_hidden_ratio": 1.0,

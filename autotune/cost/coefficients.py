@@ -20,6 +20,8 @@ class Coefficients(Schema):
 
     wave_share: Ratio = 0.4
     """How much of the last wave's idle units shows: 0 none (tiles are cut to fit), 1 all."""
+    half_tile_ratio: Positive = 0.9
+    """Rate of a product in tiles of half the width, relative to whole tiles; the faster is taken."""
     misalignment: NonNegative = 0.06
     """Extra time of a matrix product per halving of a dimension's alignment below 64 elements, relative."""
     gradient_product_ratio: Positive = 1.0
@@ -58,6 +60,8 @@ class Coefficients(Schema):
     """How sharply the slower of host and device sets the pace: exponent of the smooth maximum."""
     optimizer_bytes: Positive = 30.0
     """Bytes moved per parameter in an optimizer step."""
+    accumulate_bytes: Positive = 8.0
+    """Bytes moved per parameter and micro-batch to add its gradient to the sum."""
     dp_hidden_ratio: Ratio = 0.8
     """Share of the compute beside which data-parallel communication may run that hides it."""
     tp_hidden_ratio: Ratio = 0.5

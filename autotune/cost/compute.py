@@ -128,13 +128,22 @@ def matmul_seconds(
     """
     d, k = b.device, b.coefficients
     flops, half = (d.wide_flops, d.wide_half_depth) if wide else (d.matmul_flops * _fp8_factor(b), d.half_depth)
-    tiles = np.maximum(np.ceil(rows / d.tile_rows) * np.ceil(columns / d.tile_columns) * count, 1)
-    waves = tiles / d.num_units
-    quantised = waves * (np.ceil(waves) / waves) ** k.wave_share
-    area = d.num_units * d.tile_rows * d.tile_columns
-    products = quantised * area * 2 * (depth + half) / flops * _misalignment(k, columns, depth)
+    whole = _tile_flops(d, k, rows, columns, depth + half, count, 1.0)
+    halves = _tile_flops(d, k, rows, columns, depth + half, count, 0.5) / k.half_tile_ratio
+    products = np.minimum(whole, halves) / flops * _misalignment(k, columns, depth)
     traffic = count * d.element_bytes * (rows * columns + (rows + columns) * depth) / d.memory_bytes_per_second
     return np.maximum(products, traffic) * b.software.compute_ratio
+
+
+def _tile_flops(
+    d: DeviceColumns, k: Coefficients, rows: Number, columns: Number, depth: Number, count: Number, share: float
+) -> Number:
+    """FLOP of a product computed in whole tiles, ``share`` as wide as the device's, in waves of its units."""
+    width = d.tile_columns * share
+    tiles = np.maximum(np.ceil(rows / d.tile_rows) * np.ceil(columns / width) * count, 1)
+    waves = tiles / d.num_units
+    quantised = waves * (np.ceil(waves) / waves) ** k.wave_share
+    return np.asarray(quantised * (d.num_units * d.tile_rows * width * 2) * depth)
 
 
 def _fp8_factor(b: Basis) -> Number:

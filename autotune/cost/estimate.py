@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -13,20 +13,20 @@ from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.communication import LinkColumns, communication
 from autotune.cost.compute import Basis, compute_work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
-from autotune.cost.memory import memory
+from autotune.cost.memory import MemoryTable, memory
 from autotune.cost.memory_recipe import recipe
 from autotune.cost.parts import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, Method
 from autotune.cost.shapes import ModelShape
 from autotune.cost.software import software_figures
 from autotune.cost.step_time import Scope, StepTime, compose
 from autotune.specs.cluster import ClusterSpec
-from autotune.specs.figures import SoftwareFigures
+from autotune.specs.figures import DeviceFigures, SoftwareFigures
 from engine.errors import UserError
 from engine.plan import PlanTable
 from engine.spec import ModelSpec
 from engine.units import GIB
 
-__all__ = ["HIDDEN_PARTS", "MEMORY_PARTS", "TIME_PARTS", "EstimateTable", "Method", "estimate"]
+__all__ = ["HIDDEN_PARTS", "MEMORY_PARTS", "TIME_PARTS", "EstimateTable", "Estimator", "Method", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -77,55 +77,98 @@ def estimate(
     Raises:
         UserError: The cluster has no figures, or none for a precision of the table.
     """
-    if cluster.figures is None or not cluster.links:
-        raise UserError(
-            f"the cost model knows nothing of the devices of cluster '{cluster.name}' ({cluster.device_kind})",
-            hint="measure them with 'autotune profile', or name a device of the catalogue",
-        )
     c = table if isinstance(table, PlanColumns) else encode(table, model.num_layers)
-    figures = software_figures(software)
-    scope = Scope(
-        shape=ModelShape.of(model),
-        device=DeviceColumns.of(cluster.figures, np.broadcast_to(c.precision, len(c))),
-        software=SoftwareColumns.of(figures),
-        coefficients=coefficients(),
-        links=LinkColumns.of(cluster),
-    )
-    interval = figures.interval_ratio or cluster.figures.interval_ratio
-    return estimate_columns(scope, c, cluster=cluster, software=figures, interval_ratio=interval, optimizer=optimizer)
+    return Estimator.of(model, cluster, software=software, optimizer=optimizer).estimate(c)
 
 
-def estimate_columns(
-    x: Scope,
-    c: PlanColumns,
-    *,
-    cluster: ClusterSpec,
-    software: SoftwareFigures,
-    interval_ratio: float,
-    optimizer: str = "adamw",
-) -> EstimateTable:
-    """Estimates of coded plans of one model on one cluster."""
-    step = step_time(x, c)
-    seconds = np.sum(list(step.parts.values()), axis=0)
-    held = memory(
-        x.shape, c, recipe(software.memory_recipe),
-        overhead_bytes=(cluster.figures.overhead_gib if cluster.figures else 0.0) * GIB,
-        num_states=2 if optimizer == "adamw" else 1,
-        fused_attention=x.software.fused_attention,
-    )  # fmt: skip
-    return EstimateTable(
-        step_seconds=seconds,
-        step_seconds_low=seconds / (1 + interval_ratio),
-        step_seconds_high=seconds * (1 + interval_ratio),
-        memory_bytes=held.memory_bytes,
-        memory_bytes_low=held.low_bytes,
-        memory_bytes_high=held.high_bytes,
-        allocated_bytes=held.allocated_bytes,
-        time=step.parts,
-        hidden=step.hidden,
-        memory=held.parts,
-        fullest_stage=held.fullest_stage,
-    )
+@dataclass(frozen=True)
+class Estimator:
+    """The cost model of one model on one cluster, made once for many tables."""
+
+    shape: ModelShape
+    cluster: ClusterSpec
+    figures: DeviceFigures
+    software: SoftwareFigures
+    optimizer: str
+    links: LinkColumns
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        *,
+        software: str = "default",
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+    ) -> Self:
+        """See ``estimate``.
+
+        Raises:
+            UserError: The cluster has no figures.
+        """
+        if cluster.figures is None or not cluster.links:
+            raise UserError(
+                f"the cost model knows nothing of the devices of cluster '{cluster.name}' ({cluster.device_kind})",
+                hint="measure them with 'autotune profile', or name a device of the catalogue",
+            )
+        return cls(
+            shape=ModelShape.of(model),
+            cluster=cluster,
+            figures=cluster.figures,
+            software=software_figures(software),
+            optimizer=optimizer,
+            links=LinkColumns.of(cluster),
+        )
+
+    def estimate(self, c: PlanColumns) -> EstimateTable:
+        """Time and memory of coded plans.
+
+        Raises:
+            UserError: The cluster has no figures for a precision of the table.
+        """
+        interval = self.software.interval_ratio or self.figures.interval_ratio
+        step = self.step_time(c)
+        seconds = np.sum(list(step.parts.values()), axis=0)
+        held = self.memory(c)
+        return EstimateTable(
+            step_seconds=seconds,
+            step_seconds_low=seconds / (1 + interval),
+            step_seconds_high=seconds * (1 + interval),
+            memory_bytes=held.memory_bytes,
+            memory_bytes_low=held.low_bytes,
+            memory_bytes_high=held.high_bytes,
+            allocated_bytes=held.allocated_bytes,
+            time=step.parts,
+            hidden=step.hidden,
+            memory=held.parts,
+            fullest_stage=held.fullest_stage,
+        )
+
+    def step_time(self, c: PlanColumns) -> StepTime:
+        """Time alone."""
+        return step_time(self.scope(c), c)
+
+    def memory(self, c: PlanColumns) -> MemoryTable:
+        """Memory alone."""
+        return memory(
+            self.shape, c, recipe(self.software.memory_recipe),
+            overhead_bytes=self.figures.overhead_gib * GIB,
+            num_states=2 if self.optimizer == "adamw" else 1,
+            fused_attention=self.software.fused_attention,
+        )  # fmt: skip
+
+    def scope(self, c: PlanColumns) -> Scope:
+        """What the formulas of time take, for these plans."""
+        precision = np.atleast_1d(c.precision)
+        if (precision == precision[:1]).all():
+            precision = precision[:1]  # figures of one row stand for all
+        return Scope(
+            shape=self.shape,
+            device=DeviceColumns.of(self.figures, precision),
+            software=SoftwareColumns.of(self.software),
+            coefficients=coefficients(),
+            links=self.links,
+        )
 
 
 def step_time(x: Scope, c: PlanColumns) -> StepTime:
