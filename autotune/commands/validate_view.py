@@ -56,8 +56,8 @@ def _errors(console: Console, title: str, accuracy: Accuracy, key: str) -> None:
     if not names:
         return
     table = Table(title=f"errors by {title}", title_justify="left", show_edge=False)
-    table.add_column(title)
-    for name in ("runs", "time median %", "90th pct %", "bias %", "memory runs", "median %"):
+    table.add_column(title, no_wrap=True, min_width=30 if key == "by_family" else None)
+    for name in ("runs", "time %", "90th %", "bias %", "memory runs", "memory %"):
         table.add_column(name, justify="right")
     for name in names:
         table.add_row(name, *_cells(times.get(name), memories.get(name)))
@@ -97,8 +97,8 @@ def _ranking(console: Console, accuracy: Accuracy) -> None:
         title_justify="left",
         show_edge=False,
     )
-    table.add_column("model")
-    for name in ("Spearman", "top-1 regret %", "top-3 regret %", "by source: Spearman", "top-1 %", "top-3 %"):
+    table.add_column("model", no_wrap=True)
+    for name in ("Spearman", "top-1 regret %", "top-3 regret %", "over sources", "top-1 %", "top-3 %"):
         table.add_column(name, justify="right")
     for name, ranking in (("this planner", accuracy.ranking), ("ten-line model", accuracy.baseline_ranking)):
         table.add_row(name, *_ranking_cells(ranking))
@@ -144,7 +144,8 @@ def _worst(console: Console, table: PublishedRuns, estimates: RunEstimates, num_
         if not rows:
             continue
         view = Table(title=f"largest errors of {title}", title_justify="left", show_edge=False)
-        for name in ("run", "model", "plan", "stack"):
+        view.add_column("run", no_wrap=True)
+        for name in ("model", "plan"):
             view.add_column(name, overflow="fold")
         for name in (f"measured {unit}", f"predicted {unit}", "error %"):
             view.add_column(name, justify="right")
@@ -152,7 +153,7 @@ def _worst(console: Console, table: PublishedRuns, estimates: RunEstimates, num_
             run, real = table.runs[index], measured[index] or np.nan
             guess = predicted[index] if predicted is not None else real * (1 + errors[index] / 100)
             view.add_row(
-                run.id, run.model_name, run.plan.describe(), run.software, f"{real:.4g}", f"{guess:.4g}",
+                run.id, run.model_name, run.plan.describe(), f"{real:.4g}", f"{guess:.4g}",
                 f"{errors[index]:+.0f}",
             )  # fmt: skip
         console.print(view)

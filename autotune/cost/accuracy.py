@@ -174,7 +174,7 @@ def memory_gate(runs: Sequence[PublishedRun], estimates: RunEstimates) -> Memory
     """How many runs are rightly and wrongly called out of memory."""
     capacity = np.array([run.cluster.memory_bytes for run in runs])
     refused, promised = estimates.memory_bytes_low > capacity, estimates.memory_bytes_high <= capacity
-    oom = np.array([run.outcome == "oom" for run in runs])
+    oom = np.array([run.outcome == "oom" for run in runs], dtype=bool)
     return MemoryGate(
         num_running=int((~oom).sum()),
         num_running_refused=int((~oom & refused).sum()),

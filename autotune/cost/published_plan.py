@@ -142,11 +142,6 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
     precision, _ = _precision(row, assumptions)
     if cluster.figures is not None and precision not in cluster.figures.matmul:
         raise Unreadable(f"{cluster.device_kind} has no figures for precision {precision}")
-    ep = row.count("ep")
-    if ep is None:
-        ep = 1
-        if model.moe:
-            assumptions.add("ep unknown: 1")
     overlap_off = re.search(r"overlap off|no [\w ]*overlap", remarks, re.IGNORECASE) is not None
     try:
         return Plan(
@@ -155,7 +150,7 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
             cp=cp,
             dp_replicate=dp // dp_shard,
             dp_shard=dp_shard,
-            ep=ep,
+            ep=_expert_parallel(row, model, cluster, dp * cp * tp, assumptions),
             etp=1,
             schedule=schedule,
             virtual_stages=virtual_stages,
@@ -231,6 +226,17 @@ def _zero_stage(row: Row, stack: Stack, dp: int, assumptions: Assumptions) -> in
             assumptions.add(f"zero_stage unknown: {stated}, usual with {stack.name}")
     if stated > 3:
         raise Unreadable(f"zero_stage {stated} is not one of 0, 1, 2, 3")
+    return stated
+
+
+def _expert_parallel(row: Row, model: ModelSpec, cluster: ClusterSpec, num_ranks: int, assumptions: Assumptions) -> int:
+    stated = row.count("ep")
+    if stated is None and model.moe is None:
+        return 1
+    if stated is None:
+        most = math.gcd(model.moe.num_experts, num_ranks)
+        stated = max(ep for ep in range(1, cluster.devices_per_node + 1) if most % ep == 0)
+        assumptions.add(f"ep unknown: {stated}, the most within a node")
     return stated
 
 

@@ -106,8 +106,8 @@ STACKS = (
     Stack("llm-foundry-pure", r"llm-foundry.*mode pure", 0, 3),
     Stack("llm-foundry", r"llm-foundry|mosaicml", 0, 3),
     Stack("megatron-2024", r"llama 3 herd", 0, 2, True, overlap_tp=True),
-    Stack("torchtitan-eager", r"torchtitan.*\beager\b", 0, 3),
-    Stack("torchtitan", r"torchtitan|torchao", 0, 3, True),
+    Stack("torchtitan-eager", r"torchtitan.*\beager\b", 0, 3, recompute="selective"),
+    Stack("torchtitan", r"torchtitan|torchao", 0, 3, True, recompute="selective"),
     Stack("fsdp", r"fms-fsdp|\bfsdp\b", 0, 3),
     Stack("internevo", r"internevo|internlm", 0, 1),
     Stack("primus", r"primus", 0, 1, True),
@@ -231,7 +231,9 @@ def node_link_rate(text: str, devices_per_node: int) -> float | None:
             text = part[1]
             break
     matches = [
-        match for match in _RATE.finditer(text) if "pcie" not in text[max(0, match.start() - 8) : match.start()].lower()
+        match
+        for match in _RATE.finditer(text)
+        if "pcie" not in text[max(0, match.start() - 12) : match.start()].lower()
     ]
     rates = [_node_gbits(match, text, devices_per_node) for match in matches]
     if not rates:
