@@ -48,6 +48,8 @@ class ModelShape:
     window: Number
     """Attention window of the layers that have one; 0 without."""
     num_windowed_layers: Number
+    rms_norm: Number
+    """1 when norms are RMSNorm, 0 when they are LayerNorm."""
     tied: Number
     """1 when the head uses the embedding's weights."""
     learned_positions: Number
@@ -96,6 +98,7 @@ class ModelShape:
             shared_ffn=moe.shared_ffn_size if moe else 0,
             window=model.sliding_window or 0,
             num_windowed_layers=windowed,
+            rms_norm=int(model.norm == "rmsnorm"),
             tied=int(model.tied_embeddings),
             learned_positions=model.max_positions if model.positions == "learned" else 0,
             dense_layer_parameters=dense.total,
