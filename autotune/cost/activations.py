@@ -29,6 +29,8 @@ class LayerActivations:
 
     stream: Number
     """The residual stream: one tensor of hidden size."""
+    end: Number
+    """Kept by the norm before the head, and the head's input."""
     dense: Number
     """Kept by a layer with a dense feed-forward, under the plan's recompute."""
     moe: Number
@@ -42,6 +44,11 @@ class LayerActivations:
 def element_bytes(c: PlanColumns) -> Number:
     """Bytes of an activation."""
     return _WIDTHS[c.precision]
+
+
+def recomputed_share(c: PlanColumns) -> Number:
+    """Share of the layers that keep their input alone."""
+    return np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
 
 
 def layer_activations(
@@ -68,10 +75,10 @@ def layer_activations(
     dense_ffn, dense_width = _dense_ffn(shape, recipe, t)
     moe_ffn, moe_width = _moe_ffn(shape, c, recipe, t, imbalance)
     stream = t.e * t.split * shape.hidden
-    norms = np.maximum(t.e, recipe.norm_saved_bytes) * t.split * shape.hidden
+    tensors = np.where(shape.rms_norm, recipe.rms_norm_tensors, 1.0)
+    norms = tensors * np.maximum(t.e, recipe.norm_saved_bytes) * t.split * shape.hidden
     inputs = t.e_input * np.where(recipe.saves_gathered, t.whole, t.split) * shape.hidden
     around = 2 * (norms + inputs + dropout * t.split * shape.hidden) + attention + scores
-    working = recipe.working_tensors * t.e * t.whole * shape.hidden
 
     by_product = 2 * stream + products  # the layer's input and its last product
     by_operation = np.asarray(recipe.selective_saves_products) > 0
@@ -82,8 +89,9 @@ def layer_activations(
         now = _kept(c, stream, everything, selected)
         kept.append(now * (1 - c.offload_activations_ratio))
         again = everything - np.where(c.recompute == SELECTIVE, selected, stream)
+        working = recipe.working_tensors * t.e * t.whole * shape.hidden + recipe.working_widths * width
         backward.append(np.where(c.recompute == NONE, 0.0, again) + working)
-    return LayerActivations(stream, kept[0], kept[1], backward[0], backward[1])
+    return LayerActivations(stream, norms + inputs, kept[0], kept[1], backward[0], backward[1])
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ class _Tokens:
 
 def _kept(c: PlanColumns, stream: Number, everything: Number, selected: Number) -> Number:
     """What a layer keeps on average: its input alone, a selection, or everything."""
-    share = np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
+    share = recomputed_share(c)
     chosen: Number = np.where(c.recompute == SELECTIVE, selected, everything)
     return share * stream + (1 - share) * chosen
 

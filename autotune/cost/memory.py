@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.activations import LayerActivations, element_bytes, layer_activations
+from autotune.cost.activations import LayerActivations, element_bytes, layer_activations, recomputed_share
 from autotune.cost.columns import PlanColumns, code
 from autotune.cost.memory_recipe import MemoryRecipe
 from autotune.cost.pipeline import DUALPIPEV, ZBV, in_flight
@@ -185,8 +185,14 @@ class _States:
     parameters: np.ndarray
     gradients: np.ndarray
     optimizer: np.ndarray
-    buffers: np.ndarray
-    """Parameters gathered for the layers at work, gradients on their way to their shards, the optimizer step's own."""
+    gathered_for_head: np.ndarray
+    """Parameters gathered while the loss is computed."""
+    gathered_for_layer: np.ndarray
+    """Parameters gathered while a layer's backward pass runs: its own and the next one's."""
+    reduced: np.ndarray
+    """Gradients of a layer on their way to their shards."""
+    own: np.ndarray
+    """Fixed buffers, and what the optimizer step needs for itself."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +200,17 @@ class _Moving:
     """Bytes that come and go, ``[k, n]``."""
 
     activations: np.ndarray
+    """Of all micro-batches in flight."""
+    later: np.ndarray
+    """The same without the first one: it is done when the first gradients are there."""
+    layer: np.ndarray
+    """Of them, those of one layer and micro-batch."""
+    in_flight: np.ndarray
     logits: np.ndarray
     backward: np.ndarray
     """Within the backward pass of a layer."""
-    buffers: np.ndarray
+    sends: np.ndarray
+    """Buffers of the pipeline."""
 
 
 def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:
@@ -226,80 +239,109 @@ def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:
 
 def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, num_states: Number) -> _States:
     dense, moe, experts = layer_share(shape, c)
-    common = share.dense_layers * dense + share.moe_layers * moe + _ends(shape, c, share)
+    ends = _ends(shape, c, share)
+    common = share.dense_layers * dense + share.moe_layers * moe + ends
     routed = share.moe_layers * experts
     shard = np.asarray(c.dp_shard * c.cp, dtype=np.float64)
     expert_shard = np.maximum(shard * c.tp / (np.asarray(c.ep, dtype=np.float64) * c.etp), 1.0)
     number, sharded = common + routed, common / shard + routed / expert_shard
 
     e = element_bytes(c)
-    half, stored_once = e == 2, np.asarray(recipe.shards_stored) > 0
-    pipelined = stored_once & (c.pp > 1)  # gathered for the whole step there
-    is_sharded = c.dp_shard * c.cp > 1
+    half, stored_once, is_sharded = e == 2, np.asarray(recipe.shards_stored) > 0, shard > 1
     stage = np.asarray(c.zero_stage)
-    split_stored = (stage >= 1) & (half | stored_once) | (stage >= 3)
-    stored = np.where(half, recipe.master_bytes, e) * np.where(split_stored, sharded, number)
-    free = (stage >= 3) & ~pipelined
-    working = np.where(free, np.where(stored_once, 0.0, sharded), number)
-    copied = half | (stored_once & is_sharded)
-    parameters = stored + np.where(copied, np.where(half, recipe.working_bytes, e), 0.0) * working
+    first, second, third = stage >= 1, stage >= 2, stage >= 3
+    is_free = third & ~((np.asarray(recipe.pipeline_keeps_gathered) > 0) & (c.pp > 1))
+    stored = np.where(half, recipe.master_bytes, e) * np.where(first & (half | stored_once) | third, sharded, number)
+    copies = np.where(half | (stored_once & is_sharded), np.where(half, recipe.working_bytes, e), 0.0)
+    working = np.where(is_free & (is_sharded | ~stored_once), np.where(stored_once, 0.0, sharded), number)
+    with_layers = stored_once & ~is_sharded & (np.asarray(recipe.recompute_frees_copies) > 0)
+    working = np.where(with_layers, working * (1 - recomputed_share(c)), working)
 
-    many = c.num_micro_batches > 1
-    split_gradients = (stage >= 2) & ~(stored_once & many & ((stage < 3) | (c.pp > 1)))
     gradient = np.where(half, recipe.gradient_bytes, e)
+    summed_whole = stored_once & (c.num_micro_batches > 1) & (~third | (c.pp > 1))
     further = np.where(np.asarray(c.precision) == BF16, recipe.bf16_gradient_bytes, 0.0)
-    gradients = gradient * np.where(split_gradients, sharded, number) + further * number
-    split_states = np.where(stage >= 1, sharded, number)
-    optimizer = num_states * np.where(half, recipe.state_bytes, e) * split_states
+    gradients = gradient * np.where(second & ~summed_whole, sharded, number) + further * number
+    states = np.where(first, sharded, number)
 
     layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
-    gathered = np.where(free & is_sharded, e * 2 * layer, 0.0)
-    reduced = np.where((stage >= 2) & is_sharded & stored_once, (e + gradient) * layer, 0.0)
-    own = np.where(further > 0, 0.0, recipe.step_bytes * split_states + np.where(is_sharded, recipe.bucket_bytes, 0.0))
+    gathered = np.where(is_free & is_sharded, e, 0.0)
+    own = np.where(further > 0, 0.0, recipe.step_bytes * states + np.where(is_sharded, recipe.bucket_bytes, 0.0))
     return _States(
-        parameters * (1 - c.offload_parameters_ratio),
-        gradients,
-        optimizer * (1 - c.offload_optimizer_ratio),
-        gathered + reduced + own,
+        parameters=(stored + copies * working) * (1 - c.offload_parameters_ratio),
+        gradients=gradients,
+        optimizer=num_states * np.where(half, recipe.state_bytes, e) * states * (1 - c.offload_optimizer_ratio),
+        gathered_for_head=gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.has_head * ends),
+        gathered_for_layer=gathered * 2 * layer,
+        reduced=np.where(second & is_sharded & stored_once, (e + gradient) * layer, 0.0),
+        own=own,
     )
 
 
 def _moving(
     shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, kinds: LayerActivations
 ) -> _Moving:
+    tp = np.asarray(c.tp, dtype=np.float64)
+    has_dense, has_moe = share.dense_layers > 0, share.moe_layers > 0
     saved = share.dense_layers * kinds.dense + share.moe_layers * kinds.moe
-    activations = share.in_flight * saved
-    matrix = shape.hidden * (shape.ffn_matrices - 1) * np.maximum(shape.ffn, shape.shared_ffn)
-    backward = np.maximum(
-        np.where(share.dense_layers > 0, kinds.dense_backward, 0.0),
-        np.where(share.moe_layers > 0, kinds.moe_backward, 0.0),
-    )
-    backward = backward + recipe.weight_gradient_bytes * matrix / np.asarray(c.tp, dtype=np.float64)
+    matrix = shape.hidden * (shape.ffn_matrices - 1) * np.maximum(shape.ffn, shape.shared_ffn) / tp
+    backward = np.maximum(has_dense * kinds.dense_backward, has_moe * kinds.moe_backward)
+
     e = element_bytes(c)
+    is_split = np.asarray(c.vocab_parallel) & (tp > 1)
     tokens = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
-    width = shape.vocab / np.where(c.vocab_parallel, np.asarray(c.tp, dtype=np.float64), 1.0)
-    wide = np.maximum(e, 4.0)
-    copies = e * recipe.logit_copies + wide * np.maximum(recipe.wide_logit_copies - (e == wide), 0)
-    logits = share.has_head * tokens * width * copies
+    positions = share.has_head * tokens * shape.vocab / np.where(is_split, tp, 1.0)
+    wide = np.maximum(e, 4.0) * (recipe.wide_logit_copies + recipe.split_logit_copies * is_split)
+    narrow = np.where(e < 4, e, 0.0) * recipe.logit_copies
+
     sends = recipe.stage_buffers + recipe.stage_buffers_per_micro_batch * c.num_micro_batches
-    sends = sends + recipe.keeps_stage_outputs * share.in_flight
-    return _Moving(activations, logits, backward, np.where(c.pp > 1, sends * kinds.stream, 0.0))
+    sends = (sends + recipe.keeps_stage_outputs * share.in_flight) * kinds.stream
+    sends = sends + recipe.keeps_stage_outputs * e * positions
+    return _Moving(
+        activations=share.in_flight * saved + share.has_head * kinds.end,
+        later=(share.in_flight - 1) * saved,
+        layer=np.maximum(has_dense * kinds.dense, has_moe * kinds.moe),
+        in_flight=share.in_flight,
+        logits=positions * (wide + narrow),
+        backward=backward + recipe.weight_gradient_bytes * matrix,
+        sends=np.where(c.pp > 1, sends, 0.0),
+    )
 
 
 def _at_peak(
     c: PlanColumns, recipe: MemoryRecipe, states: _States, moving: _Moving
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Parts at the greater of the two moments: before the first gradient, or with all of them."""
-    held = np.where((recipe.preallocates_gradients > 0) | (c.num_micro_batches > 1), states.gradients, 0.0)
-    turn = moving.activations + moving.logits + held
-    at_turn = turn >= states.gradients
-    zero = np.zeros_like(turn)
+    """Parts at the greatest of three moments: the loss; the backward pass of the last layer, first with the gradients
+    of its activations, then with those of its parameters; the end of the step with the gradients of all parameters.
+    """
+    outlive = np.asarray(recipe.logits_outlive) > 0
+    reducing = states.reduced - moving.layer
+    is_reducing = reducing > moving.backward
+    backward = np.maximum(moving.backward, reducing)
+    loss = moving.logits + states.gathered_for_head + np.where(outlive, backward, 0.0)
+    layer = backward + states.gathered_for_layer
+    at_loss = loss >= layer
+    with_layer = ~at_loss | outlive
+    # As many micro-batches are in flight once more after the first gradients only if there are more of them.
+    again = (recipe.preallocates_gradients > 0) | (c.num_micro_batches > moving.in_flight)
+    held = np.where(again, states.gradients, 0.0)
+    turn = moving.activations + np.maximum(loss, layer) + moving.sends + held
+    end = states.gradients + moving.later + np.maximum(moving.backward, states.reduced) + states.gathered_for_layer
+    at_turn = turn >= end
+
+    reduced = np.where(at_turn, with_layer & is_reducing, moving.backward < states.reduced)
+    gathered = np.where(at_turn & at_loss, states.gathered_for_head, states.gathered_for_layer)
+    working = np.where(reduced, 0.0, moving.backward * np.where(at_turn, with_layer, 1.0))
+    kept = np.where(at_turn, moving.activations - np.where(reduced, moving.layer, 0.0), moving.later)
     parts = {
-        "parameters": states.parameters + zero,
+        "parameters": states.parameters,
         "gradients": np.where(at_turn, held, states.gradients),
-        "optimizer": states.optimizer + zero,
-        "activations": np.where(at_turn, moving.activations, 0.0) + moving.backward,
-        "logits": np.where(at_turn, moving.logits, 0.0),
-        "buffers": states.buffers + np.where(at_turn, moving.buffers, 0.0),
+        "optimizer": states.optimizer,
+        "activations": kept + working,
+        "logits": np.where(at_turn & at_loss, moving.logits, 0.0),
+        "buffers": gathered
+        + np.where(reduced, states.reduced, 0.0)
+        + np.where(at_turn, moving.sends, 0.0)
+        + states.own,
     }
-    return parts, np.sum(list(parts.values()), axis=0)
+    total = states.parameters + states.optimizer + states.own + np.maximum(turn, end)
+    return {name: np.broadcast_to(part, total.shape) for name, part in parts.items()}, total

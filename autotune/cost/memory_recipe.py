@@ -56,6 +56,8 @@ class MemoryRecipe:
     """1 where sequence parallelism keeps the gathered inputs of matrix products, 0 where it gathers them again."""
     norm_saved_bytes: Number
     """Bytes per element of the input that a norm keeps; in plans with wider activations those are kept."""
+    rms_norm_tensors: Number
+    """Such tensors that an RMSNorm keeps (a LayerNorm keeps one)."""
     gated_widths: Number
     """Tensors as wide as the feed-forward that a gated one keeps (3 where activation and product are one kernel)."""
     plain_widths: Number
@@ -69,13 +71,23 @@ class MemoryRecipe:
     logit_copies: Number
     """Tensors of the logits' size in compute precision, at the peak."""
     wide_logit_copies: Number
-    """The same in fp32, the cast of the logits among them."""
+    """The same in fp32 or wider."""
+    split_logit_copies: Number
+    """Further ones where the vocabulary is split over tp."""
+    logits_outlive: Number
+    """1 where the logits live on while the layers' backward pass runs."""
     working_tensors: Number
     """Tensors of hidden size that a layer's backward pass needs beside what was kept: gradients, gathered inputs."""
+    working_widths: Number
+    """Tensors of the feed-forward's width that it needs."""
     weight_gradient_bytes: Number
     """Bytes per parameter of a layer's largest matrix for its gradient on the way to the sum."""
     keeps_stage_outputs: Number
-    """1 where a pipeline stage keeps its outputs until their backward pass."""
+    """1 where a pipeline stage keeps its outputs (of the last stage the logits) until their backward pass."""
+    pipeline_keeps_gathered: Number
+    """1 where a pipeline stage keeps gathered parameters for the whole step under ZeRO-3."""
+    recompute_frees_copies: Number
+    """1 where, without sharding, copies in compute precision live with the activations of their layer."""
     stage_buffers: Number
     """Buffers of one micro-batch for pipeline sends."""
     stage_buffers_per_micro_batch: Number
