@@ -15,9 +15,12 @@ from engine.units import GIB
 if TYPE_CHECKING:
     from autotune.search.answer import Answer
     from autotune.search.rival import RivalPlan
+    from autotune.specs.cluster import ClusterSpec
 
 PLAIN_WIDTH = 120
 """Columns of what goes to a file or a pipe, where COLUMNS says nothing."""
+DEFAULT_SOFTWARE, OWN_SOFTWARE = "default", "paretune"
+"""Training stacks of ``software.yaml``: any, and with ``--engine``."""
 NOTHING_FITS_EXIT_CODE = 1
 
 
@@ -46,7 +49,16 @@ def command(
     compare: Annotated[
         Path | None, typer.Option(metavar="PLAN.yaml", help="A plan or run file to hold against the best.")
     ] = None,
-    software: Annotated[str, typer.Option(help="Training stack whose speed is assumed.")] = "default",
+    replay: Annotated[bool, typer.Option("--replay", help="Replay the plans' pipeline schedules too.")] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="DOLLARS", help="Of a device and hour, for the objective cost.")
+    ] = None,
+    watts: Annotated[
+        float | None, typer.Option(min=0, help="Of a busy device, for the objective energy. [default: its limit]")
+    ] = None,
+    software: Annotated[
+        str | None, typer.Option(help="Training stack assumed, such as fsdp. [default: a recent Megatron]")
+    ] = None,
     engine: Annotated[bool, typer.Option("--engine", help="Only plans that our own engine runs.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="Write the best plan to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -61,23 +73,29 @@ def command(
         raise UserError("--json and --csv exclude each other", hint="--json has all of it, --csv the plans")
     question = ask(
         model=read_model(model),
-        cluster=parse_cluster(cluster),
+        cluster=_priced(parse_cluster(cluster), price, watts),
         sequence_length=read_count(seq_len, "--seq-len"),
         global_batch=global_batch,
         pins=pin or (),
         precision=precision,
         max_memory=max_memory,
         objectives=tuple(objective or ("speed",)),
-        software=software,
+        software=software or (OWN_SOFTWARE if engine else DEFAULT_SOFTWARE),
         engine_only=engine,
     )
     rival = None if compare is None else _read_rival(compare)
-    answer = solve(question, top=top, ladder=path, rival=rival)
+    answer = solve(question, top=top, ladder=path, rival=rival, replay=replay)
     if save is not None and answer.plans:
         _save(answer, save)
     _print(answer, as_json=as_json, as_csv=as_csv)
     if not answer.plans:
         raise typer.Exit(NOTHING_FITS_EXIT_CODE)
+
+
+def _priced(cluster: ClusterSpec, price: float | None, watts: float | None) -> ClusterSpec:
+    """The cluster with prices from the command line."""
+    given = {"dollars_per_device_hour": price or None, "watts": watts or None}
+    return cluster.changed(**{name: value for name, value in given.items() if value is not None})
 
 
 def _read_rival(path: Path) -> RivalPlan:

@@ -32,6 +32,7 @@ MOST_RULES = 6
 LEAST_BAR_RATIO = 0.005
 """Parts below this share of the whole are put together."""
 MOST_CHANGES = 6
+INDENT = (0, 0, 0, 2)
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -106,7 +107,9 @@ def header(answer: Answer) -> RenderableType:
     if question.pins:
         lines.append(("pinned", ", ".join(choice_words(name, values) for name, values in question.pinned.items())))
     lines.append(("searched", counts_text(answer.counts)))
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    if answer.counts.removed:
+        lines.append(("rules", removed_text(answer.counts)))
+    table = plain_table()
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in lines:
@@ -117,22 +120,24 @@ def header(answer: Answer) -> RenderableType:
 
 
 def counts_text(counts: Counts) -> str:
-    """How many combinations there were, what removed them, and how long it took."""
+    """How many combinations there were, what became of them, and how long it took."""
     legal = counts.num_fitting + counts.num_not_fitting
-    told = (
-        f"{counts.num_combinations:,} combinations in {counts.seconds:.1f} s, {counts.num_redundant:,} of them the same"
-    )
-    told += f" plan twice; {legal:,} plans are legal"
-    if counts.num_not_fitting:
-        told += f", {counts.num_not_fitting:,} of them need more memory"
-    if not counts.removed:
-        return told
+    told = [f"{counts.num_combinations:,} combinations in {counts.seconds:.1f} s: {legal:,} legal plans"]
+    if legal and not counts.num_fitting:
+        told.append("none of them fits")
+    elif counts.num_not_fitting:
+        told.append(f"{counts.num_not_fitting:,} of them need more memory")
+    if counts.num_redundant:
+        told.append(f"{counts.num_redundant:,} say the same as another")
+    return ", ".join(told)
+
+
+def removed_text(counts: Counts) -> str:
+    """Which rule removed how many."""
     ranked = sorted(counts.removed.items(), key=lambda item: -item[1])
     named = [f"{rule} {count:,}" for rule, count in ranked[:MOST_RULES]]
     rest = sum(count for _, count in ranked[MOST_RULES:])
-    if rest:
-        named.append(f"others {rest:,}")
-    return f"{told}; removed by rule: {', '.join(named)}"
+    return "removed by " + ", ".join([*named, *([f"others {rest:,}"] if rest else [])])
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -143,18 +148,23 @@ def plan_table(answer: Answer) -> Table:
     plans = answer.plans
     shared = shared_settings([plan.plan for plan in plans])
     unit, scale = time_unit(plans[0].step_seconds.value)
+    digits = decimals(plans[0].step_seconds.value * scale)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold", ratio=1)
-    for name in (f"step {unit}", "tokens/s", "memory GiB", "MFU %"):
+    table.add_column("plan", overflow="fold")
+    names = [f"step {unit}", *([f"replay {unit}"] if answer.replays else []), "tokens/s", "memory GiB", "MFU %"]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for rank, plan in enumerate(plans, start=1):
         tied = rank > 1 and answer.comparisons[rank - 1].is_tie
         label = Text(layout_words(plan.plan), style="bold" if rank == 1 else "")
         settings = settings_words(plan.plan, shared)
         cells = [label + Text(f"\n{settings}", style="dim") if settings else label]
+        cells.append(_interval(plan.step_seconds, lambda value: f"{value * scale:.{digits}f}"))
+        if answer.replays:
+            again = answer.replays[rank - 1]
+            cells.append(Text(f"{again.step_seconds.value * scale:.{digits}f}" if again else "no pipeline"))
         cells += [
-            _interval(plan.step_seconds, lambda value: f"{value * scale:.3g}"),
             _interval(plan.tokens_per_second, format_count),
             _interval(plan.memory_bytes, lambda value: f"{value / GIB:.1f}"),
             _interval(plan.mfu, lambda value: f"{value * 100:.1f}") if plan.mfu else Text("unknown"),
@@ -181,13 +191,18 @@ def tie_lines(answer: Answer) -> list[str]:
     tied = [rank for rank, other in enumerate(answer.comparisons, start=1) if rank > 1 and other.is_tie]
     if not tied:
         return []
-    names = ", ".join(map(str, tied[:-1])) + (" and " if len(tied) > 1 else "") + str(tied[-1])
-    one = len(tied) == 1
+    named = f"Plan {tied[0]} is" if len(tied) == 1 else f"Plans {_enumerated(tied)} are"
     return [
-        f"≈ Plan{'' if one else 's'} {names} {'is' if one else 'are'} as good as plan 1, as far as the estimate can"
-        " tell: the difference lies within its own interval (what both plans share cancels). Measure them, or prefer"
-        " the one with less memory."
+        f"≈ {named} as good as plan 1, as far as the estimate can tell: the difference lies within its own interval"
+        " (what both plans share cancels). Measure them, or prefer the one with less memory."
     ]
+
+
+def _enumerated(ranks: Sequence[int]) -> str:
+    """``2``, ``2 and 4``, ``2 to 10``."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks[:-1])) + (" and " if len(ranks) > 1 else "") + str(ranks[-1])
 
 
 def _interval(figure: Figure, text: Callable[[float], str]) -> Text:
@@ -209,16 +224,14 @@ def bars(
     if small > 1e-9 * whole:
         large.append(("the rest", small))
     most = max(size for _, size in large)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table = plain_table()
+    for justify in ("left", "left", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True)
     length = max(10, min(40, width - 56))
     for name, size in large:
         bar = Text(bar_text(size / most, length), style="cyan")
-        table.add_row(f"  {name}", bar, text(size), f"{size / whole * 100:.1f} %")
-    return Group(heading(title), table)
+        table.add_row(name, bar, text(size), f"{size / whole * 100:.1f} %")
+    return section(title, table)
 
 
 def bar_text(ratio: float, length: int) -> str:
@@ -244,12 +257,13 @@ def memory_title(plan: EstimatedPlan) -> str:
 def binding_lines(answer: Answer) -> list[str]:
     """What the step is spent on by resource, and whether memory limits it."""
     shares = [share for share in answer.shares if share.ratio >= LEAST_BAR_RATIO]
-    told = ", ".join(f"{share.resource} {share.ratio * 100:.0f} %" for share in shares)
-    lines = [f"{shares[0].resource} binds. Of the step: {told}."]
+    first, *others = [f"{share.resource} {share.ratio * 100:.0f} %" for share in shares]
+    lines = [f"{first[0].upper()}{first[1:]} of the step{'; then ' + ', '.join(others) if others else ''}."]
     if answer.memory_binds_ratio is not None:
-        lines.append(
-            f"Memory binds too: without its limit a step would be {percent(answer.memory_binds_ratio)} faster."
-        )
+        gain = percent(answer.memory_binds_ratio)
+        lines.append(f"Memory: with as much as one likes there would be {gain} more tokens per second.")
+    else:
+        lines.append("Memory does not bind: more of it would gain nothing.")
     return lines
 
 
@@ -278,17 +292,17 @@ def choices_text(comparison: Comparison) -> str:
     return ", ".join(told)
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[Choice]) -> RenderableType:
     """What it costs to decide otherwise, one line a choice."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.title = "What each choice is worth: best plan with each value, against plan 1"
-    table.title_justify, table.title_style = "left", "bold"
+    table = plain_table(header=True)
     table.add_column("choice", no_wrap=True)
-    table.add_column("value: step time more", overflow="fold")
+    table.add_column("step time more with the best plan of each value")
     for name in dict.fromkeys(choice.name for choice in choices):
         cells = [f"{value_words(c.value)}: {_loss(c)}" for c in choices if c.name == name]
-        table.add_row(f"  {CHOICE_NAMES.get(name, name)}", "   ".join(cells))
-    return table
+        table.add_row(
+            CHOICE_NAMES.get(name, name), ", ".join(cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells)
+        )
+    return section("What each choice is worth", table)
 
 
 def _loss(choice: Choice) -> str:
@@ -302,21 +316,23 @@ def _loss(choice: Choice) -> str:
 
 def changes_table(title: str, changes: Sequence[Change], best: EstimatedPlan | None) -> RenderableType:
     """Single changes with their gain and the plan they lead to."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("  change", "tokens/s", "step", "best plan then"):
-        table.add_column(name, overflow="fold", justify="left" if name in ("  change", "best plan then") else "right")
+    table = plain_table(header=True)
+    for name in ("change", "tokens/s", "step", "best plan then"):
+        is_number = name in ("tokens/s", "step")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
     for change in changes:
         if change.plan is None:
-            table.add_row(f"  {change.words}", "", "", "nothing fits")
+            table.add_row(change.words, "", "", "nothing fits")
             continue
         gain = (
             signed_percent(change.gain_ratio) if best is not None else format_count(change.plan.tokens_per_second.value)
         )
-        then = "the same" if change.keeps_plan else layout_words(change.plan.plan)
+        then = "the same"
         if not change.keeps_plan:
-            then += f", {settings_words(change.plan.plan, _least_settings(change.plan, best))}"
-        table.add_row(f"  {change.words}", gain, seconds_text(change.plan.step_seconds.value), Text(then, style="dim"))
-    return Group(heading(title), table)
+            own = settings_words(change.plan.plan, _least_settings(change.plan, best))
+            then = ", ".join(part for part in (layout_words(change.plan.plan), own) if part)
+        table.add_row(change.words, gain, seconds_text(change.plan.step_seconds.value), Text(then, style="dim"))
+    return section(title, table)
 
 
 def _least_settings(plan: EstimatedPlan, best: EstimatedPlan | None) -> dict[str, str]:
@@ -326,22 +342,26 @@ def _least_settings(plan: EstimatedPlan, best: EstimatedPlan | None) -> dict[str
 
 def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
     """From data parallelism alone to the best plan."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("  allowed so far", "step", "gain", "memory GiB", "plan"):
-        left = name in ("  allowed so far", "plan")
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    table = plain_table(header=True)
+    for name in ("allowed so far", "step", "gain", "memory GiB", "best plan"):
+        left = name in ("allowed so far", "best plan")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
+    before = None
     for rung in ladder:
-        name = f"  {rung.words}"
         if rung.plan is None:
-            table.add_row(name, "", "", "", Text(rung.reason, style="dim"))
+            table.add_row(rung.words, "", "", "", Text(rung.reason, style="dim"))
             continue
+        if before is not None and rung.plan.plan == before:
+            table.add_row(rung.words, "", Text("none", style="dim"), "", Text("the same", style="dim"))
+            continue
+        before = rung.plan.plan
         fits = not rung.reason
         step = seconds_text(rung.plan.step_seconds.value) if fits else "-"
         gain = signed_percent(rung.gain_ratio) if rung.gain_ratio is not None else ""
         plan = layout_words(rung.plan.plan) + ("" if fits else f" ({rung.reason})")
         memory = f"{rung.plan.memory_bytes.value / GIB:.1f}"
-        table.add_row(name, step, gain, Text(memory, style="" if fits else "red"), Text(plan, style="dim"))
-    return Group(heading("From data parallelism alone to the best plan"), table)
+        table.add_row(rung.words, step, gain, Text(memory, style="" if fits else "red"), Text(plan, style="dim"))
+    return section("From data parallelism alone to the best plan", table)
 
 
 # ------------------------------------------------------------------------------------------------ nothing fits, a rival
@@ -362,8 +382,8 @@ def _misfit_parts(answer: Answer, misfit: Misfit) -> Iterable[RenderableType]:
     yield ""
     if misfit.fixes:
         yield changes_table("What makes it fit, smallest change first", misfit.fixes, None)
-    else:
-        yield Text("No single change that was tried makes a plan fit: " + "; ".join(misfit.tried))
+    if misfit.tried:
+        yield Text(f"Not enough alone: {'; '.join(misfit.tried)}.", style="dim")
 
 
 def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
@@ -385,26 +405,24 @@ def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
     yield _indented(f"It {_slower(comparison)} than plan 1: {parts_text(comparison)}.")
     if comparison.choices:
         yield _indented(f"It differs in {choices_text(comparison)}.")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("  part", "plan 1", "this plan", "difference"):
-        table.add_column(name, justify="left" if name == "  part" else "right", no_wrap=True)
+    table = plain_table(header=True)
+    for name in ("part", "plan 1", "this plan", "difference"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     scale = best.batch_tokens / plan.batch_tokens
     for part, size in best.time.items():
         if size or plan.time[part]:
-            difference = signed_seconds(comparison.time[part])
-            table.add_row(
-                f"  {TIME_NAMES[part]}", seconds_text(size), seconds_text(plan.time[part] * scale), difference
-            )
+            other = plan.time[part] * scale
+            table.add_row(TIME_NAMES[part], seconds_text(size), seconds_text(other), signed_seconds(other - size))
     whole = (best.step_seconds.value, plan.step_seconds.value * scale)
-    table.add_row("  step time", seconds_text(whole[0]), seconds_text(whole[1]), signed_seconds(comparison.seconds))
+    table.add_row("step time", *map(seconds_text, whole), signed_seconds(comparison.seconds), style="bold")
     table.add_row()
     for part, size in best.memory.items():
         if size or plan.memory[part]:
-            cells = (format_bytes(size), format_bytes(plan.memory[part]), signed_bytes(comparison.memory[part]))
-            table.add_row(f"  {MEMORY_NAMES[part]}", *cells)
-    totals = (format_bytes(best.memory_bytes.value), format_bytes(plan.memory_bytes.value))
-    table.add_row("  memory", *totals, signed_bytes(comparison.memory_bytes))
-    yield table
+            sizes = (size, plan.memory[part])
+            table.add_row(MEMORY_NAMES[part], *map(format_bytes, sizes), signed_bytes(comparison.memory[part]))
+    totals = (best.memory_bytes.value, plan.memory_bytes.value)
+    table.add_row("memory", *map(format_bytes, totals), signed_bytes(comparison.memory_bytes), style="bold")
+    yield Padding(table, INDENT, expand=False)
 
 
 def _slower(comparison: Comparison) -> str:
@@ -420,8 +438,18 @@ def heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
+def section(title: str, body: RenderableType) -> RenderableType:
+    """A title with something below it, indented."""
+    return Group(heading(title), Padding(body, INDENT, expand=False))
+
+
+def plain_table(*, header: bool = False) -> Table:
+    """A table without lines."""
+    return Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
 def _indented(text: str, style: str = "") -> RenderableType:
-    return Padding(Text(text, style=style), (0, 0, 0, 2))
+    return Padding(Text(text, style=style), INDENT, expand=False)
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -432,8 +460,12 @@ def time_unit(seconds: float) -> tuple[str, float]:
 def seconds_text(seconds: float) -> str:
     """Three digits with the unit."""
     unit, scale = time_unit(abs(seconds))
-    digits = max(0, 2 - math.floor(math.log10(max(abs(seconds) * scale, 1e-2))))
-    return f"{seconds * scale:.{min(digits, 3)}f} {unit}"
+    return f"{seconds * scale:.{decimals(abs(seconds) * scale)}f} {unit}"
+
+
+def decimals(value: float) -> int:
+    """Decimals that make three digits of a value, three at most."""
+    return min(3, max(0, 2 - math.floor(math.log10(max(value, 1e-2)))))
 
 
 def signed_seconds(seconds: float) -> str:

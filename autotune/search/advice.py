@@ -81,7 +81,11 @@ def measured(variant: Variant, found: Neighbourhood, best: EstimatedPlan | None)
         return None
     gain = best.seconds_per_token / plan.seconds_per_token - 1 if best is not None else 0.0
     keeps = best is not None and _same_choices(plan.plan, best.plan)
-    return Change(variant.id, variant.words, plan, gain, keeps)
+    words = variant.words
+    if best is not None and plan.plan.world_size != best.plan.world_size:
+        each = (1 + gain) * best.plan.world_size / plan.plan.world_size - 1
+        words += f": {each * 100:+.1f} % a device".replace("-", "−")
+    return Change(variant.id, words, plan, gain, keeps)
 
 
 def _same_choices(one: Plan, other: Plan) -> bool:

@@ -34,6 +34,8 @@ class Variant:
     question: Question
     freed: tuple[str, ...] = ()
     """Fields of Plan that may take values now that they could not."""
+    factor: float = 1.0
+    """How large the change is: times the memory, the devices or the shortening; 1 for what costs nothing."""
 
 
 def variants(question: Question) -> Iterator[Variant]:
@@ -135,7 +137,7 @@ def memory_variant(question: Question, limit_bytes: int) -> Variant:
     )
     cluster = question.cluster.changed(memory_bytes=max(limit_bytes, question.cluster.memory_bytes))
     changed = question.changed(cluster=cluster, memory_limit_bytes=limit_bytes)
-    return Variant(f"memory_{limit_bytes}" if ratio != 2 else "memory_x2", words, "memory", changed)
+    return Variant(f"memory_{limit_bytes}" if ratio != 2 else "memory_x2", words, "memory", changed, factor=ratio)
 
 
 def offload_variants(question: Question) -> Iterator[Variant]:

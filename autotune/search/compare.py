@@ -73,7 +73,7 @@ def compare(better: EstimatedPlan, other: EstimatedPlan) -> Comparison:
 
 
 def differing_choices(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
-    """Fields of Plan in which two plans differ, with both values; those without effect in either are left out."""
-    effect = {*ALWAYS_IN_EFFECT, *settings(one), *settings(other)}
+    """Fields of Plan in which two plans differ, with both values; those without effect in one are left out."""
+    effect = {*ALWAYS_IN_EFFECT, *(settings(one).keys() & settings(other).keys())}
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in Plan.model_fields if name in effect}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -39,19 +39,21 @@ def explain_misfit(question: Question, closest: Sequence[EstimatedPlan]) -> Misf
     """
     nearest = closest[0]
     seeds = [plan.plan for plan in closest]
-    fixes, tried = [], []
+    found: list[tuple[float, Change]] = []
+    tried: list[str] = []
     for candidates in _fixes(question, nearest):
         words = ""
         for variant in candidates:
             words = variant.words
             change = _verified(variant, seeds)
             if change is not None:
-                fixes.append(change)
+                found.append((variant.factor, change))
                 break
         else:
             if words:
                 tried.append(words)
     part = max(MEMORY_PARTS, key=lambda name: nearest.memory[name])
+    fixes = [change for _, change in sorted(found, key=lambda pair: pair[0])]
     return Misfit(nearest, part, tuple(fixes[:NUM_FIXES]), tuple(tried))
 
 
@@ -81,7 +83,7 @@ def _more_nodes(question: Question) -> Iterator[Variant]:
         except UserError:
             continue
         words = f"{larger.num_devices} devices in place of {cluster.num_devices}"
-        yield Variant(f"devices_x{factor}", words, "space", changed)
+        yield Variant(f"devices_x{factor}", words, "space", changed, factor=factor)
 
 
 def _shorter_sequences(question: Question) -> Iterator[Variant]:
@@ -91,7 +93,7 @@ def _shorter_sequences(question: Question) -> Iterator[Variant]:
             words = f"sequences of {length // factor} tokens in place of {length}, as many tokens a step"
             batch = question.global_batch_size * factor
             changed = question.changed(sequence_length=length // factor, global_batch_size=batch)
-            yield Variant(f"sequence_over_{factor}", words, "space", changed)
+            yield Variant(f"sequence_over_{factor}", words, "space", changed, factor=factor)
 
 
 def _verified(variant: Variant, seeds: Sequence[Plan]) -> Change | None:

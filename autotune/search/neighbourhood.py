@@ -117,7 +117,7 @@ def explore(question: Question, space: PlanSpace) -> Neighbourhood:
 def estimated(question: Question, columns: PlanColumns) -> Neighbourhood:
     """Plans under a question."""
     table = estimate(question.model, question.cluster, columns, software=question.software)
-    costs = objective_costs(question.objectives[:1], table, columns, question.prices)
+    costs = objective_costs(question.objectives[:1], table.step_seconds, table.memory_bytes, columns, question.prices)
     return Neighbourhood(question, columns, table, costs[:, 0])
 
 

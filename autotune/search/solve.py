@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
+from autotune.cost.replayed import replay_rows
 from autotune.search.advice import choices, memory_binds, shares, what_would_help
 from autotune.search.answer import Answer, Counts
 from autotune.search.compare import compare
@@ -15,6 +17,10 @@ from autotune.search.misfit import explain_misfit, refuse_empty_space
 from autotune.search.neighbourhood import explore, space_around
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
+from engine.plan import plan_table
+
+DISTINCT_FIELDS = ("tp", "pp", "cp", "ep", "etp")
+"""The plans of an answer differ in one of these: near-twins tell nothing new."""
 
 
 def solve(
@@ -23,6 +29,7 @@ def solve(
     top: int = 10,
     ladder: bool = False,
     rival: RivalPlan | None = None,
+    replay: bool = False,
     advise: bool = True,
 ) -> Answer:
     """Answer a question.
@@ -32,6 +39,7 @@ def solve(
         top: Plans of the answer.
         ladder: Whether to climb from data parallelism alone to the best plan.
         rival: A plan to hold against the best.
+        replay: Whether to replay the pipeline schedules of the answer's plans.
         advise: Whether to say what would help and what each choice is worth.
 
     Raises:
@@ -66,6 +74,8 @@ def solve(
         answer = replace(answer, ladder=climb(question, best_and_closest))
     if rival is not None:
         answer = replace(answer, rival=judge(question, rival, plans[0] if plans else None))
+    if replay:
+        answer = replace(answer, replays=_replayed(question, plans))
     seconds = time.perf_counter() - started
     return replace(answer, counts=replace(answer.counts, seconds=seconds))
 
@@ -79,6 +89,7 @@ def look(question: Question, top: int) -> SearchResult:
         objectives=question.objectives,
         max_memory_bytes=question.memory_limit_bytes,
         top=top,
+        distinct=DISTINCT_FIELDS,
         software=question.software,
         prices=question.prices,
     )
@@ -102,6 +113,14 @@ def described(question: Question, rows: PlanRows) -> tuple[EstimatedPlan, ...]:
     batches = zip(rows.plans, rows.global_batch_sizes, rows.sequence_lengths, strict=True)
     limit = question.memory_limit_bytes
     return tuple(describe_estimates(question.model, question.cluster, batches, rows.estimates, limit))
+
+
+def _replayed(question: Question, plans: Sequence[EstimatedPlan]) -> tuple[EstimatedPlan | None, ...]:
+    """The plans again, each pipeline by its schedule's actions; None for a plan without a pipeline."""
+    rows = [(plan.plan, plan.global_batch_size, plan.sequence_length) for plan in plans]
+    table = replay_rows(question.model, question.cluster, plan_table(rows), software=question.software)
+    again = describe_estimates(question.model, question.cluster, rows, table, question.memory_limit_bytes)
+    return tuple(plan if plan.plan.pp > 1 else None for plan in again)
 
 
 def _counts(result: SearchResult) -> Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ def value_words(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
-        return "-".join(map(str, value))
+        runs = [(size, len(list(run))) for size, run in itertools.groupby(value)]
+        return " ".join(f"{number}×{size}" for size, number in runs)
     return _SCHEDULES.get(value, str(value)) if isinstance(value, str) else f"{value:g}"
 
 
@@ -122,7 +124,7 @@ def settings(plan: Plan) -> dict[str, str]:
     if plan.pp > 1:
         told["schedule"] = _SCHEDULES[plan.schedule]
         if plan.layers_per_stage is not None:
-            told["layers_per_stage"] = f"layers {value_words(plan.layers_per_stage)}"
+            told["layers_per_stage"] = f"stages of {value_words(plan.layers_per_stage)} layers"
     if plan.tp > 1:
         told["sequence_parallel"] = "sequence parallel" if plan.sequence_parallel else "no sequence parallel"
         told["overlap_tp"] = "tp overlapped" if plan.overlap_tp else ""
@@ -134,8 +136,8 @@ def settings(plan: Plan) -> dict[str, str]:
     told["overlap_pp"] = "pp not overlapped" if plan.pp > 1 and not plan.overlap_pp else ""
     compression = plan.gradient_compression
     told["gradient_compression"] = f"{compression} gradients" if compression != "none" else ""
-    if plan.pp > 1 or plan.cp > 1:
-        told["rank_order"] = f"ranks {plan.rank_order}"
+    is_default = plan.rank_order == Plan.model_fields["rank_order"].default
+    told["rank_order"] = "" if is_default else f"ranks {plan.rank_order}"
     told["precision"] = plan.precision
     return {name: text for name, text in told.items() if text}
 
