@@ -122,8 +122,12 @@ def recipes() -> dict[str, MemoryRecipe]:
     }
 
 
-def recipe(name: str) -> MemoryRecipe:
-    """The recipe called ``name``.
+def recipe(name: str, device: str = "cuda") -> MemoryRecipe:
+    """The recipe called ``name``; on a CPU the one called ``<name>_cpu`` where there is one (its kernels differ).
+
+    Args:
+        name: A name of ``memory.yaml``.
+        device: Kind of device, ``cuda`` or ``cpu``.
 
     Raises:
         UserError: There is none.
@@ -131,4 +135,4 @@ def recipe(name: str) -> MemoryRecipe:
     known = recipes()
     if name not in known:
         raise UserError(f"unknown memory recipe {name!r}", hint=f"known are {', '.join(known)}")
-    return known[name]
+    return known.get(f"{name}_cpu", known[name]) if device == "cpu" else known[name]
