@@ -9,8 +9,10 @@ many its family has, since runs of one publisher share their faults.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -81,20 +83,36 @@ FAMILY_WEIGHT_POWER = 0.5
 """A family with ``k`` runs weighs ``k ** (1 - power)`` of them."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A measured step time with what it is a function of."""
+class Run(Protocol):
+    """A run with what its step time is a function of; ``PublishedRun`` is one."""
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    plan: Plan
-    global_batch_size: int
-    sequence_length: int
-    software: str
-    recipe: str
-    """Of ``FP8_RECIPES``, or empty."""
-    step_seconds: float
-    family: str
+    @property
+    def model(self) -> ModelSpec:
+        """Architecture."""
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Machines."""
+
+    @property
+    def plan(self) -> Plan:
+        """How the work was split."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per step."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+
+    @property
+    def software(self) -> str:
+        """Training stack."""
+
+    @property
+    def recipe(self) -> str:
+        """Of ``FP8_RECIPES``, or empty."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +297,7 @@ def solve(
         max_evaluations: Steps at most.
     """
     counts = np.bincount(families[rows], minlength=families.max() + 1)
-    weight = np.sqrt(counts[families[rows]] ** -FAMILY_WEIGHT_POWER * np.mean(counts[counts > 0]) ** 0.0) / ERROR
+    weight = np.sqrt(counts[families[rows]] ** -FAMILY_WEIGHT_POWER) / ERROR
 
     def residuals(theta: np.ndarray) -> np.ndarray:
         data = (fit.log_seconds(theta)[rows] - log_measured[rows]) * weight
@@ -294,6 +312,37 @@ def solve(
         x_scale=fit.spread, method="trf",
     )  # fmt: skip
     return np.asarray(found.x)
+
+
+def grouped_folds(keys: Sequence[str], num_folds: int) -> np.ndarray:
+    """Which fold each row is held out in, ``[n]``: rows with the same key share one, and folds are of like size."""
+    sizes = Counter(keys)
+    totals = np.zeros(num_folds, dtype=np.int64)
+    fold_of: dict[str, int] = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        fold_of[key] = int(np.argmin(totals))
+        totals[fold_of[key]] += sizes[key]
+    return np.array([fold_of[key] for key in keys])
+
+
+def held_out(
+    fit: Fit, log_measured: np.ndarray, families: np.ndarray, folds: np.ndarray, start: np.ndarray
+) -> np.ndarray:
+    """Logarithm of the step time of every row by a fit that never saw the row's fold. ``[n]``
+
+    Args:
+        fit: The table.
+        log_measured: ``[n]``.
+        families: ``[n]`` numbers.
+        folds: ``[n]``: fold of each row.
+        start: Parameters to begin from; they move freely, so that it only saves steps.
+    """
+    predicted = np.full(len(log_measured), np.nan)
+    for fold in np.unique(folds):
+        out = folds == fold
+        theta = solve(fit, log_measured, families, ~out, start=start, max_evaluations=10)
+        predicted[out] = fit.log_seconds(theta)[out]
+    return predicted
 
 
 def _to_line(name: str, value: float) -> float:

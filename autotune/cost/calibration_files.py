@@ -1,0 +1,93 @@
+"""Fitted figures into the files of the cost model: ``coefficients.yaml``, ``software.yaml``, ``hardware.yaml``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.cost.calibrate import DEVICE_SPREAD, SOFTWARE_SPREAD, Calibration
+from autotune.cost.coefficients import COEFFICIENTS_FILE, coefficients
+from autotune.cost.software import SOFTWARE_FILE, software_catalogue
+from autotune.specs.cluster import CATALOGUE_FILE, catalogue
+from engine.atomic import write_text
+from engine.yaml_file import read_yaml
+
+RECENT = ("nemo-2025", "megatron-bridge", "megatron-bridge-2026")
+"""Stacks whose geometric mean is the stack ``default``."""
+
+
+def write_calibration(
+    calibration: Calibration, software_intervals: Mapping[str, float], device_intervals: Mapping[str, float]
+) -> None:
+    """Write fitted figures and the widths of intervals into the package's files.
+
+    Args:
+        calibration: The figures.
+        software_intervals: Stack -> half-width of the interval of its step times, relative.
+        device_intervals: Device kind -> the same for a stack that is not known.
+    """
+    _write_coefficients(calibration)
+    _write_software(calibration, software_intervals)
+    _write_hardware(calibration, device_intervals)
+    for cached in (coefficients, software_catalogue, catalogue):
+        cached.cache_clear()
+
+
+def _write_coefficients(calibration: Calibration) -> None:
+    lines = [f"{name}: {_short(value)}" for name, value in calibration.coefficients.model_dump().items()]
+    header = "# Fitted by benchmarks/planner_accuracy.py; what each is: autotune/cost/coefficients.py.\n\n"
+    write_text(COEFFICIENTS_FILE, header + "\n".join(lines) + "\n")
+
+
+def _write_software(calibration: Calibration, intervals: Mapping[str, float]) -> None:
+    text = SOFTWARE_FILE.read_text()
+    header = text[: text.index("default:")]
+    entries: dict[str, dict[str, Any]] = read_yaml(SOFTWARE_FILE).data
+    factors = {name: dict(values) for name, values in calibration.software.items()}
+    recent = [factors[name] for name in RECENT if name in factors]
+    if recent:
+        factors["default"] = {name: _mean([values[name] for values in recent]) for name in SOFTWARE_SPREAD}
+    lines = []
+    for name, entry in entries.items():
+        kept = {key: value for key, value in entry.items() if key not in (*SOFTWARE_SPREAD, "interval_ratio")}
+        fitted = {key: _short(value) for key, value in factors.get(name, {}).items() if abs(value - 1) >= 0.005}
+        if name in intervals:
+            fitted["interval_ratio"] = _short(intervals[name])
+        lines.append(f"{name}:")
+        lines += [f"  {key}: {_word(value)}" for key, value in (kept | fitted).items()]
+    write_text(SOFTWARE_FILE, header + "\n".join(lines) + "\n")
+
+
+def _mean(values: list[float]) -> float:
+    product = 1.0
+    for value in values:
+        product *= value
+    return float(product ** (1 / len(values)))
+
+
+def _write_hardware(calibration: Calibration, intervals: Mapping[str, float]) -> None:
+    lines, kind = [], ""
+    fitted = (*DEVICE_SPREAD, "interval_ratio")
+    for line in CATALOGUE_FILE.read_text().splitlines():
+        if match := re.match(r"([a-z0-9-]+):$", line):
+            kind = match[1]
+        name = line.strip().split(":")[0]
+        known = kind in calibration.devices and (name in DEVICE_SPREAD or (name in fitted and kind in intervals))
+        if known and line.startswith("    "):
+            continue
+        lines.append(line)
+        if line == "  figures:" and kind in calibration.devices:
+            lines += [f"    {key}: {_short(value)}" for key, value in calibration.devices[kind].items()]
+            if kind in intervals:
+                lines.append(f"    interval_ratio: {_short(intervals[kind])}")
+    write_text(CATALOGUE_FILE, "\n".join(lines) + "\n")
+
+
+def _short(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}"
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
