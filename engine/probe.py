@@ -1,15 +1,29 @@
-"""What torch makes of this machine, as JSON. A program of its own, so that a broken torch breaks nobody else:
-``python -P -m engine.probe``."""
+"""What torch makes of this machine, as JSON. A program of its own, so that a broken torch breaks nobody else.
+
+``python -P -m engine.probe`` prints facts. ``--measure`` prints a Measurement (``engine.measurement``): how fast this
+machine computes and communicates. For several devices it is started like a training run, one process a device, over
+several nodes too::
+
+    torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m engine.probe --measure \
+        --device cuda --output measurement.json
+
+The CUDA side (NCCL, pinned copies) and several nodes have been run on no such machine yet.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from engine.data.corpus import writable_cache
-from engine.errors import UserError
+from engine.errors import USER_ERROR_EXIT_CODE, UserError
 
 _GLOO_TIMEOUT = timedelta(seconds=20)
 
@@ -74,10 +88,46 @@ def _nccl_error(usable: bool) -> str | None:
     return None if usable else "no device that torch can use"
 
 
-def main() -> None:
-    """Print the facts as one line of JSON, the last of what is printed (libraries may print while they are loaded)."""
-    print("\n" + json.dumps(probe()))
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="engine.probe", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--measure", action="store_true", help="measure this machine instead of asking for facts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="kind of device to measure")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
+    parser.add_argument("--output", type=Path, help="also write the measurement into this file")
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure as one rank of the machine; rank 0 prints the result as one line of JSON."""
+    if arguments.device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # read when torch is imported
+
+    from engine.atomic import write_json
+    from engine.probe_machine import measure_machine
+
+    found = measure_machine(arguments.device, arguments.threads, quick=arguments.quick)
+    if found is not None:
+        if arguments.output:
+            write_json(arguments.output, found.to_data())
+        print("\n" + json.dumps(found.to_data()), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one line of JSON, the last of what is printed (libraries may print while they are loaded)."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if not arguments.measure:
+        print("\n" + json.dumps(probe()))
+        return 0
+    try:
+        measure(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR_EXIT_CODE
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

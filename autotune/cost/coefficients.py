@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from autotune.specs.cluster import ClusterSpec
 from engine.schema import Schema, parse
 from engine.spec import NonNegative, Positive, Ratio
 from engine.yaml_file import read_yaml
@@ -79,3 +80,13 @@ def coefficients() -> Coefficients:
     """The fitted figures."""
     document = read_yaml(COEFFICIENTS_FILE)
     return parse(Coefficients, document.data, document=document)
+
+
+def coefficients_on(cluster: ClusterSpec) -> Coefficients:
+    """The fitted figures, with those that were measured on the cluster's own machine in their place.
+
+    Raises:
+        UserError: The cluster's file names figures that there are none of.
+    """
+    measured = cluster.measured.coefficients if cluster.measured else {}
+    return parse(Coefficients, coefficients().to_data() | measured) if measured else coefficients()

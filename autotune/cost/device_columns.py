@@ -129,6 +129,12 @@ class SoftwareColumns:
     memory_bound_ratio: Number
     communication_ratio: Number
     host_ratio: Number
+    tp_launches: Number
+    shard_launches: Number
+    pp_launches: Number
+    tp_communication_ratio: Number
+    dp_communication_ratio: Number
+    pp_communication_ratio: Number
     fp8_ratio: Number
     dp_overlap_ratio: Number
     imbalance_ratio: Number

@@ -6,11 +6,14 @@ import difflib
 import functools
 from pathlib import Path
 
+from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import SoftwareFigures
 from engine.errors import UserError
 from engine.schema import parse
 from engine.yaml_file import read_yaml
 
+OWN_ENGINE = "paretune"
+"""This project's engine."""
 SOFTWARE_FILE = Path(__file__).with_name("software.yaml")
 
 
@@ -35,3 +38,14 @@ def software_figures(name: str) -> SoftwareFigures:
         f"unknown software {name!r}; known are {', '.join(known)}",
         hint=f"did you mean '{close[0]}'?" if close else "'default' is a recent Megatron-Core or an engine like it",
     )
+
+
+def software_on(cluster: ClusterSpec, name: str) -> SoftwareFigures:
+    """The figures of one stack; of this project's engine, those that were measured on the cluster's own machine.
+
+    Raises:
+        UserError: No such stack, or the cluster's file names figures that there are none of.
+    """
+    figures = software_figures(name)
+    measured = cluster.measured.software if cluster.measured and name == OWN_ENGINE else {}
+    return parse(SoftwareFigures, figures.to_data() | measured) if measured else figures

@@ -19,6 +19,7 @@ from autotune.cost.shapes import ModelShape, Number
 FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("full", "selective", "every_k"))
 ZBV, DUALPIPEV = code("schedule", "zbv"), code("schedule", "dualpipev")
 BLOCKS = ("dense_layer", "moe_layer", "embedding", "head")
+LAYERS = BLOCKS[:2]
 FIRST, MIDDLE, LAST, MEAN = 0, 1, 2, 3
 """Kinds of pipeline ranks: with the embedding, the fullest with layers only, with the head; and the mean over all."""
 
@@ -174,9 +175,15 @@ def pass_times(
         for block, parameters in zip(BLOCKS, block_parameters(x.shape, c), strict=True):
             added = sum(parameters) * k.accumulate_bytes / x.device.memory_bytes_per_second
             works[block] = works[block]._replace(memory=works[block].memory + added)
-    tp, tp_moe, cp, ep, vocab_first, vocab_last = (
-        getattr(wire, f"{name}_{direction}") * ratio
-        for name in ("tp", "tp_moe", "cp", "ep", "vocab_first", "vocab_last")
+    for block in BLOCKS:
+        launches = works[block].kernels + x.software.shard_launches * (c.dp_shard > 1)
+        if block in LAYERS:
+            launches = launches + x.software.tp_launches * (c.tp > 1)
+        works[block] = works[block]._replace(kernels=launches)
+    cp, ep = (getattr(wire, f"{name}_{direction}") * ratio for name in ("cp", "ep"))
+    tp, tp_moe, vocab_first, vocab_last = (
+        getattr(wire, f"{name}_{direction}") * ratio * x.software.tp_communication_ratio
+        for name in ("tp", "tp_moe", "vocab_first", "vocab_last")
     )
     hides_tp = np.where(c.overlap_tp > 0, k.tp_hidden_ratio, 0.0)
     dense, moe = works["dense_layer"], works["moe_layer"]
@@ -207,6 +214,8 @@ class MicroBatchTimes:
     """Its kernels."""
     launch: Number
     """Seconds per kernel."""
+    pass_launches: Number
+    """Launches' worth of host work of each pass, whatever its blocks."""
     sharpness: float
     """Of ``smooth_maximum``, between device and host."""
 
@@ -217,8 +226,8 @@ class MicroBatchTimes:
     def seconds(self, counts: Blocks) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward pass of so many blocks."""
         forward, backward = self.device_seconds(counts)
-        kernels = self.forward.of("kernels").on(counts)
-        kernels_back = self.backward.of("kernels").on(counts) + self.kernels_again.on(counts)
+        kernels = self.forward.of("kernels").on(counts) + self.pass_launches
+        kernels_back = self.backward.of("kernels").on(counts) + self.kernels_again.on(counts) + self.pass_launches
         return (
             smooth_maximum(forward, kernels * self.launch, self.sharpness),
             smooth_maximum(backward, kernels_back * self.launch, self.sharpness),
@@ -237,6 +246,7 @@ def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communi
         again=Blocks(blocks.dense * share + selective, blocks.moe * share + selective, 0.0, 0.0),
         kernels_again=Blocks(kernels.dense * share, kernels.moe * share, 0.0, 0.0),
         launch=x.device.launch_seconds * x.software.host_ratio,
+        pass_launches=x.software.pp_launches * (c.pp > 1),
         sharpness=x.coefficients.host_sharpness,
     )
 
@@ -271,7 +281,7 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
         c.schedule, c.pp, c.virtual_stages, m, slow_forward, slow_backward,
         forward_seconds[MEAN], backward_seconds[MEAN],
     )  # fmt: skip
-    send = np.asarray(wire.pp_send) * x.software.communication_ratio
+    send = np.asarray(wire.pp_send) * x.software.communication_ratio * x.software.pp_communication_ratio
     slow_seconds, mean_seconds = slow_forward + slow_backward, forward_seconds[MEAN] + backward_seconds[MEAN]
     parts["pp"] = send_seconds(
         c.schedule, c.pp, c.virtual_stages, m, send, c.overlap_pp > 0,
@@ -314,7 +324,8 @@ def data_parallel(
     """
     k = x.coefficients
     ratio = np.where(c.overlap_dp > 0, k.dp_hidden_ratio * x.software.dp_overlap_ratio, 0.0)
-    slowdown, scale = x.device.overlap_slowdown_ratio, x.software.communication_ratio
+    slowdown = x.device.overlap_slowdown_ratio
+    scale = x.software.communication_ratio * x.software.dp_communication_ratio
     m = c.num_micro_batches
     passes = wire.shard_passes
     # ZeRO-3 without a pipeline reduces in every backward pass, all others in the last.

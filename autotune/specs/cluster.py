@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from autotune.specs import machine
-from autotune.specs.figures import DeviceFigures, LinkFigures
+from autotune.specs.figures import DeviceFigures, LinkFigures, MeasuredFigures
 from engine.errors import UserError
 from engine.schema import Schema, parse
 from engine.spec import Count, Name, Positive
@@ -84,6 +84,8 @@ class ClusterSpec(Schema):
     """What the cost model must know of a device; null when unknown."""
     links: Annotated[tuple[LinkFigures, ...], Field(strict=False)] = ()
     """Levels of the network from the closest devices outwards; empty when unknown."""
+    measured: MeasuredFigures | None = None
+    """How the figures were measured, and what else was found; null for figures of the catalogue."""
     watts: Positive | None = None
     """Power that a busy device draws, for estimates of energy; null when unknown."""
     dollars_per_device_hour: Positive | None = None

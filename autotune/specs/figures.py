@@ -95,6 +95,18 @@ class SoftwareFigures(Schema):
     """Communication time relative to the links' figures."""
     host_ratio: Positive = 1.0
     """Launch overhead relative to the device's figure."""
+    tp_launches: NonNegative = 0.0
+    """Host work that tensor parallelism adds to each layer's pass, in launches of a kernel."""
+    shard_launches: NonNegative = 0.0
+    """Host work that sharded parameters add to each pass of a layer, an embedding or a head, in launches."""
+    pp_launches: NonNegative = 0.0
+    """Host work that a pipeline adds to each pass of a micro-batch, in launches."""
+    tp_communication_ratio: Positive = 1.0
+    """Tensor-parallel communication within a step over the same alone: ranks arrive apart, buffers are copied."""
+    dp_communication_ratio: Positive = 1.0
+    """The same of data-parallel communication."""
+    pp_communication_ratio: Positive = 1.0
+    """The same of sends between pipeline stages."""
     dp_overlap_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the data-parallel communication that may run beside compute, where the plan overlaps it."""
     imbalance_ratio: NonNegative = 0.1
@@ -107,3 +119,32 @@ class SoftwareFigures(Schema):
     """Half-width of the interval of its time estimates, relative; null takes the device's."""
     source: str = ""
     """Where the figures come from."""
+
+
+class MeasuredFigures(Schema):
+    """How ``autotune profile`` measured a cluster, and what it found beyond the figures of device and links."""
+
+    started: str
+    """UTC time, ISO 8601."""
+    host: str
+    """Name of the (first) machine."""
+    device_name: str
+    """What its device is called."""
+    versions: dict[str, str]
+    """Python, torch and the system."""
+    seconds: NonNegative
+    """How long it took."""
+    is_quick: bool
+    """Whether fewer and shorter measurements were made."""
+    busy_cpus: NonNegative
+    """CPUs' worth of work that other processes did meanwhile."""
+    noise_ratio: NonNegative
+    """How far the median of the timings lay above the low quantile that was taken, relative."""
+    errors: dict[str, NonNegative] = Field(default_factory=dict)
+    """Median relative error of each fit over the measurements it was made from."""
+    coefficients: dict[str, NonNegative] = Field(default_factory=dict)
+    """Figures of the cost model's formulas on this machine, in place of those fitted to published runs."""
+    software: dict[str, NonNegative] = Field(default_factory=dict)
+    """Factors of this project's engine on this machine, in place of those of ``software.yaml``."""
+    input_tokens_per_second: Positive | None = None
+    """Tokens that one loader thread delivers."""

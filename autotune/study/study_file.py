@@ -24,7 +24,13 @@ STUDY_FILE = "study.yaml"
 MEMORY_KEY = "cluster.memory_bytes"
 MEMORY_TOLERANCE_RATIO = 0.02
 """A machine states its memory a little differently after a change of kernel or firmware: it is the same machine."""
-ESTIMATE_KEYS = ("cluster.figures", "cluster.links", "cluster.watts", "cluster.dollars_per_device_hour")
+ESTIMATE_KEYS = (
+    "cluster.figures",
+    "cluster.links",
+    "cluster.measured",
+    "cluster.watts",
+    "cluster.dollars_per_device_hour",
+)
 """What only estimates are made from: a machine that was profiled anew is the same machine."""
 
 

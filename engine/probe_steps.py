@@ -1,0 +1,147 @@
+"""Measures small training steps of the engine itself, under one plan after another.
+
+Single operations do not tell what a step costs the host: autograd, tensor-parallel wrappers, gathering of sharded
+parameters, pipeline actions. Two sizes of model and two numbers of micro-batches tell those costs apart: per layer,
+per micro-batch, per step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import RunConfig, RuntimeOptions
+from engine.context import ParallelContext, open_context
+from engine.measurement import StepSample
+from engine.plan import Plan
+from engine.probe_timing import Clock, Timer, low_quantile
+from engine.spec import Hyperparameters, ModelSpec, Workload
+from engine.step import Stepper
+
+NUM_WARMUP = 2
+MIN_STEPS, MAX_STEPS = 5, 60
+TINY_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps to measure."""
+
+    model: ModelSpec
+    plan: Plan
+    batches: tuple[int, ...]
+    """Global batches, in sequences."""
+    length: int
+
+
+def measure_steps(timer: Timer, *, seconds: float, threads_per_rank: int) -> list[StepSample]:
+    """Steps of every kind of plan that the ranks can take.
+
+    Args:
+        timer: All ranks.
+        seconds: Time for each sample beside warm-up.
+        threads_per_rank: CPU threads of a rank.
+    """
+    samples = []
+    context = timer.context
+    runtime = RuntimeOptions.model_validate({"device": context.device.type, "threads_per_rank": threads_per_rank})
+    for case in (*_tiny_cases(context.world_size), *_real_cases(context.device)):
+        plan = case.plan
+        own = open_context(plan, runtime) if plan.world_size > 1 else ParallelContext(plan, context.device)
+        for batch in case.batches:
+            config = RunConfig(
+                model=case.model,
+                workload=Workload(sequence_length=case.length, total_tokens=case.length),
+                hyperparameters=Hyperparameters(global_batch_size=batch),
+                plan=plan,
+                runtime=runtime,
+            )
+            samples.append(_measure(config, own, timer, seconds))
+    return samples
+
+
+def _measure(config: RunConfig, own: ParallelContext, timer: Timer, seconds: float) -> StepSample:
+    """Steps of one run; of a plan for one rank, every rank runs its own copy."""
+    plan, batch, length = config.plan, config.hyperparameters.global_batch_size, config.workload.sequence_length
+    stepper = Stepper.build(config, own, config.model.vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (batch // plan.dp, length), generator=generator)
+    everyone, clock = timer.context, timer.clock() if plan.world_size == 1 else time.perf_counter
+    seconds_of_one = [_timed(stepper, tokens, clock) for _ in range(NUM_WARMUP)][-1]
+    num_steps = everyone.broadcast(min(max(int(seconds / sum(seconds_of_one)), MIN_STEPS), MAX_STEPS))
+    everyone.barrier()
+    steps = [_timed(stepper, tokens, clock) for _ in range(num_steps)]
+    compute, optimizer = zip(*steps, strict=True)
+    times = everyone.gather((low_quantile(compute), low_quantile(optimizer)))
+    return StepSample(
+        model=config.model,
+        plan=plan,
+        global_batch_size=batch,
+        sequence_length=length,
+        compute_seconds=max(compute for compute, _ in times),
+        optimizer_seconds=max(optimizer for _, optimizer in times),
+    )
+
+
+def _timed(stepper: Stepper, tokens: torch.Tensor, clock: Clock) -> tuple[float, float]:
+    """Seconds of one step by the clock: forward and backward, and the optimizer's part."""
+    start, wall_start = clock(), time.perf_counter()
+    result = stepper.train_step(tokens, tokens, 1e-4)
+    share = (clock() - start) / (time.perf_counter() - wall_start)
+    return result.compute_seconds * share, result.optimizer_seconds * share
+
+
+def _tiny_cases(world_size: int) -> Iterator[Case]:
+    """Models too small for their arithmetic to count, under each kind of plan."""
+    few, many = _tiny_model(world_size, 2), _tiny_model(world_size, 6)
+    plans = [Plan()]
+    if world_size > 1:
+        plans += [
+            Plan(tp=world_size),
+            Plan(tp=world_size, sequence_parallel=True),
+            Plan(dp_shard=world_size),
+            Plan(dp_shard=world_size, zero_stage=2),
+        ]
+    for plan in plans:
+        yield Case(few, plan, (plan.dp, 4 * plan.dp), TINY_LENGTH)
+        yield Case(many, plan, (plan.dp,), TINY_LENGTH)
+    if world_size > 1:
+        model = _tiny_model(world_size, 2 * world_size)
+        yield Case(model, Plan(pp=world_size), (world_size, 4 * world_size), TINY_LENGTH)
+
+
+def _real_cases(device: torch.device) -> Iterator[Case]:
+    """Whole layers and a whole loss of a real size on one device, in each usual precision."""
+    hidden, length, layers = (320, 192, (1, 3)) if device.type == "cpu" else (4096, 4096, (1, 3))
+    for precision in ("fp32", "bf16") if device.type == "cpu" else ("bf16",):
+        for num_layers in layers:
+            model = ModelSpec(
+                num_layers=num_layers,
+                hidden_size=hidden,
+                num_heads=hidden // 64,
+                num_kv_heads=hidden // 64,
+                head_dim=64,
+                ffn_size=hidden * 11 // 4,
+                vocab_size=8 * hidden,
+                max_positions=length,
+            )
+            micro_batch = 4 if device.type == "cpu" else 1
+            plan = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precision})
+            yield Case(model, plan, (micro_batch,), length)
+
+
+def _tiny_model(world_size: int, num_layers: int) -> ModelSpec:
+    head_dim, heads = 16, max(world_size, 2)
+    return ModelSpec(
+        num_layers=num_layers,
+        hidden_size=heads * head_dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        ffn_size=2 * heads * head_dim,
+        vocab_size=64 * heads,
+        max_positions=TINY_LENGTH,
+    )
