@@ -107,6 +107,7 @@ STACKS = (
     Stack("llm-foundry", r"llm-foundry|mosaicml", 0, 3),
     Stack("megatron-2024", r"llama 3 herd", 0, 2, True, overlap_tp=True),
     Stack("torchtitan-eager", r"torchtitan.*\beager\b", 0, 3, recompute="selective"),
+    Stack("torchtitan-2025", r"torchtitan|torchao", 2025, 3, True, recompute="selective"),
     Stack("torchtitan", r"torchtitan|torchao", 0, 3, True, recompute="selective"),
     Stack("fsdp", r"fms-fsdp|\bfsdp\b", 0, 3),
     Stack("internevo", r"internevo|internlm", 0, 1),
@@ -239,7 +240,7 @@ def node_link_rate(text: str, devices_per_node: int) -> float | None:
     if not rates:
         bare = [int(m["count"]) * _PORT_GBITS[m["what"].lower().replace("-", "")] for m in _BARE.finditer(text)]
         rates = [float(rate) for rate in bare]
-    return max(rates) / devices_per_node / 8 if rates else None
+    return max(rates) / devices_per_node / 8 if rates and max(rates) > 0 else None
 
 
 def _node_gbits(match: re.Match[str], text: str, devices_per_node: int) -> float:
