@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 
-from autotune.cost.coefficients import coefficients
+from autotune.cost.coefficients import Coefficients, coefficients_on
 from autotune.cost.columns import PlanColumns, encode
-from autotune.cost.communication import LinkColumns, communication
-from autotune.cost.compute import Basis, compute_work
+from autotune.cost.communication import Communication, LinkColumns, communication
+from autotune.cost.compute import Basis, ComputeWork, compute_work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
 from autotune.cost.memory import MemoryTable, memory
 from autotune.cost.memory_recipe import recipe
 from autotune.cost.parts import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, Method
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_figures
+from autotune.cost.software import software_on
 from autotune.cost.step_time import Scope, StepTime, compose
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures, SoftwareFigures
@@ -56,6 +56,13 @@ class EstimateTable:
     def __len__(self) -> int:
         return len(self.step_seconds)
 
+    @classmethod
+    def of_nothing(cls) -> Self:
+        """Estimates of no candidates."""
+        none = np.zeros(0)
+        time, hidden, memory = (dict.fromkeys(names, none) for names in (TIME_PARTS, HIDDEN_PARTS, MEMORY_PARTS))
+        return cls(none, none, none, none, none, none, none, time, hidden, memory, none.astype(np.int64))
+
 
 def estimate(
     model: ModelSpec,
@@ -91,6 +98,7 @@ class Estimator:
     software: SoftwareFigures
     optimizer: str
     links: LinkColumns
+    coefficients: Coefficients
 
     @classmethod
     def of(
@@ -115,21 +123,29 @@ class Estimator:
             shape=ModelShape.of(model),
             cluster=cluster,
             figures=cluster.figures,
-            software=software_figures(software),
+            software=software_on(cluster, software),
             optimizer=optimizer,
             links=LinkColumns.of(cluster),
+            coefficients=coefficients_on(cluster),
         )
 
-    def estimate(self, c: PlanColumns) -> EstimateTable:
+    def estimate(
+        self, c: PlanColumns, *, same_work: Distinct | None = None, same_memory: Distinct | None = None
+    ) -> EstimateTable:
         """Time and memory of coded plans.
+
+        Args:
+            c: ``n`` plans.
+            same_work: See ``step_time``.
+            same_memory: Distinct plans as far as memory goes; all may differ where it is None.
 
         Raises:
             UserError: The cluster has no figures for a precision of the table.
         """
         interval = self.software.interval_ratio or self.figures.interval_ratio
-        step = self.step_time(c)
+        step = self.step_time(c, same_work=same_work)
         seconds = np.sum(list(step.parts.values()), axis=0)
-        held = self.memory(c)
+        held = self.memory(c) if same_memory is None else _taken(self.memory(same_memory.plans), same_memory.of_row)
         return EstimateTable(
             step_seconds=seconds,
             step_seconds_low=seconds / (1 + interval),
@@ -144,14 +160,26 @@ class Estimator:
             fullest_stage=held.fullest_stage,
         )
 
-    def step_time(self, c: PlanColumns) -> StepTime:
-        """Time alone."""
-        return step_time(self.scope(c), c)
+    def step_time(self, c: PlanColumns, *, same_work: Distinct | None = None) -> StepTime:
+        """Time alone.
+
+        Args:
+            c: ``n`` plans.
+            same_work: Distinct plans as far as blocks and collectives go. What differs beside them is recompute,
+                overlap and offload, which decide how work is put together. All may differ where it is None.
+        """
+        if same_work is None:
+            return step_time(self.scope(c), c)
+        work, wire = _work_and_wire(self.scope(same_work.plans), same_work.plans)
+        seconds = {f.name: getattr(wire, f.name) for f in fields(wire) if not f.name.endswith("_bytes")}
+        none = {f.name: 0.0 for f in fields(wire) if f.name.endswith("_bytes")}
+        taken = Communication(**{name: values[same_work.of_row] for name, values in seconds.items()}, **none)
+        return compose(self.scope(c), c, _taken(work, same_work.of_row), taken)
 
     def memory(self, c: PlanColumns) -> MemoryTable:
         """Memory alone."""
         return memory(
-            self.shape, c, recipe(self.software.memory_recipe),
+            self.shape, c, recipe(self.software.memory_recipe, self.cluster.device),
             overhead_bytes=self.figures.overhead_gib * GIB,
             num_states=2 if self.optimizer == "adamw" else 1,
             fused_attention=self.software.fused_attention,
@@ -160,19 +188,49 @@ class Estimator:
     def scope(self, c: PlanColumns) -> Scope:
         """What the formulas of time take, for these plans."""
         precision = np.atleast_1d(c.precision)
-        if (precision == precision[:1]).all():
-            precision = precision[:1]  # figures of one row stand for all
+        if len(precision) and (precision == precision[0]).all():
+            precision = precision[0]  # one figure stands for all rows
         return Scope(
             shape=self.shape,
             device=DeviceColumns.of(self.figures, precision),
             software=SoftwareColumns.of(self.software),
-            coefficients=coefficients(),
+            coefficients=self.coefficients,
             links=self.links,
         )
 
 
+@dataclass(frozen=True)
+class Distinct:
+    """The distinct ones among ``n`` plans, as far as something goes."""
+
+    plans: PlanColumns
+    """``k`` plans."""
+    of_row: np.ndarray
+    """``[n]``: which of them each plan is like."""
+
+
 def step_time(x: Scope, c: PlanColumns) -> StepTime:
     """Step time by part of coded plans, each row with the model, device and stack that ``x`` has for it."""
+    return compose(x, c, *_work_and_wire(x, c))
+
+
+def _work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]:
     work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
-    wire = communication(x.shape, x.links, c, element_bytes=x.device.element_bytes)
-    return compose(x, c, work, wire)
+    return work, communication(x.shape, x.links, c, element_bytes=x.device.element_bytes)
+
+
+T = TypeVar("T")
+
+
+def _taken(value: T, rows: np.ndarray) -> T:
+    """Rows of all arrays in nested tuples, mappings and dataclasses; numbers, and arrays of one row, stand for all."""
+    result: Any = value
+    if isinstance(value, np.ndarray):
+        result = value[rows] if value.ndim and len(value) > 1 else value
+    elif isinstance(value, tuple):
+        result = type(value)(*(_taken(part, rows) for part in value))  # a NamedTuple
+    elif isinstance(value, Mapping):
+        result = {key: _taken(part, rows) for key, part in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        result = replace(cast(Any, value), **{f.name: _taken(getattr(value, f.name), rows) for f in fields(value)})
+    return cast(T, result)

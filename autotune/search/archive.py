@@ -81,10 +81,6 @@ class Front:
             left = left[~hit]
         return found
 
-    def dominates_bounds(self, bounds: np.ndarray) -> np.ndarray:
-        """``[n]`` bools: every row with costs of at least ``bounds`` ``[n, k]`` is dominated."""
-        return self.dominates(bounds)
-
     def _probes(self) -> np.ndarray:
         """Points spread over the front."""
         if len(self.costs) <= _PROBES:
@@ -103,30 +99,36 @@ def _dominates(points: np.ndarray, costs: np.ndarray) -> np.ndarray:
     return np.asarray(weakly & better)
 
 
+Keys = Callable[[np.ndarray], np.ndarray]
+"""From numbers ``[n]`` to keys ``[n, f]``."""
+
+
 class Best:
     """The best rows by one cost, ties by the other costs and the number; one row for each distinct key."""
 
-    def __init__(self, size: int, column: int, keys: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Keep ``size`` rows by cost ``column``; ``keys`` gives ``[n, ...]`` keys for numbers ``[n]``."""
-        self.size, self.column, self._keys = size, column, keys
+    def __init__(self, size: int, column: int) -> None:
+        """Keep ``size`` rows by cost ``column``."""
+        self.size, self.column = size, column
         self.costs = np.empty((0, 0))
         self.numbers = np.empty(0, dtype=np.int64)
 
     @property
     def limit(self) -> float:
         """Rows with a higher cost are of no interest."""
+        if not self.size:
+            return -np.inf
         return float(self.costs[-1, self.column]) if len(self.numbers) == self.size else np.inf
 
-    def add(self, costs: np.ndarray, numbers: np.ndarray) -> None:
-        """See ``[n, k]`` costs of rows ``[n]``."""
+    def add(self, costs: np.ndarray, numbers: np.ndarray, keys: Keys) -> None:
+        """See ``[n, k]`` costs of rows ``[n]``; of rows with equal keys the best stays."""
         maybe = np.flatnonzero(costs[:, self.column] <= self.limit)
-        if not len(maybe) or not self.size:
+        if not len(maybe):
             return
         costs, numbers = costs[maybe], numbers[maybe]
         if len(self.numbers):
             costs, numbers = np.concatenate([self.costs, costs]), np.concatenate([self.numbers, numbers])
         rest = [costs[:, i] for i in range(costs.shape[1] - 1, -1, -1) if i != self.column]
         order = np.lexsort((numbers, *rest, costs[:, self.column]))
-        _, first = np.unique(self._keys(numbers[order]), axis=0, return_index=True)
+        _, first = np.unique(keys(numbers[order]), axis=0, return_index=True)
         order = order[np.sort(first)[: self.size]]
         self.costs, self.numbers = costs[order], numbers[order]

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from autotune.cost.columns import WORD_FIELDS, PlanColumns, words_of
-from autotune.search.plan_space import DEGREES, INNER_FIELDS, LAYER_SPLITS, OUTER_FIELDS, WHOLE_EXPERT_TENSOR, PlanSpace
+from autotune.cost.estimate import Distinct
+from autotune.search.plan_space import (
+    DEGREES,
+    FIELDS,
+    INNER_FIELDS,
+    LAYER_SPLITS,
+    OUTER_FIELDS,
+    WHOLE_EXPERT_TENSOR,
+    PlanSpace,
+)
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.grammar import IMPLICIT_CONDITIONS
 from engine.plan import Plan
@@ -38,6 +47,10 @@ _CONDITIONS = {
     "overlap_dp": "plan.dp * plan.cp > 1",
 }  # fmt: skip
 """Fields have an effect only where these hold."""
+
+LARGE = 2**21
+"""Spaces of more combinations are searched in at least ``MIN_PARTS`` parts."""
+MIN_PARTS = 24
 
 Columns = dict[str, np.ndarray]
 
@@ -82,6 +95,8 @@ class Blocks:
     """``[b]`` class of the block."""
     classes: tuple[np.ndarray, ...]
     """The inner rows that are legal in the blocks of each class."""
+    sizes: Mapping[str, int]
+    """Values of each outer field: the digits of a block's number."""
     counts: Counts
 
     def __len__(self) -> int:
@@ -93,15 +108,22 @@ class Blocks:
         sizes = np.array([len(rows) for rows in self.classes], dtype=np.int64)
         return sizes[self.kind] if len(sizes) else np.zeros(0, dtype=np.int64)
 
-    def chunks(self, which: np.ndarray, size: int) -> Iterator[tuple[PlanColumns, np.ndarray]]:
+    @property
+    def num_inner(self) -> int:
+        """Combinations of the inner fields, legal or not."""
+        return len(next(iter(self.inner.values())))
+
+    def columns(self) -> PlanColumns:
+        """One plan of each block: the first inner row, legal or not."""
+        first = {name: np.broadcast_to(column[0], (len(self),)) for name, column in self.inner.items()}
+        return PlanColumns(**self.outer, **first)
+
+    def chunks(self, which: np.ndarray, size: int) -> Iterator[Chunk]:
         """The plans of some blocks, about ``size`` at a time.
 
         Args:
             which: Indices of blocks.
             size: Rows of a chunk (more only if one block has more).
-
-        Yields:
-            Columns, and ``[n]`` the number of each combination.
         """
         for kind, rows in enumerate(self.classes):
             members = which[self.kind[which] == kind]
@@ -109,16 +131,54 @@ class Blocks:
             for start in range(0, len(members), step):
                 yield self.plans(members[start : start + step], rows)
 
-    def plans(self, which: np.ndarray, rows: np.ndarray) -> tuple[PlanColumns, np.ndarray]:
+    def plans(self, which: np.ndarray, rows: np.ndarray) -> Chunk:
         """Every one of the blocks ``which`` with every one of the inner ``rows``, blocks the slower axis."""
-        columns = {name: _spread(column, which, len(rows)) for name, column in self.outer.items()}
+        numbers = self.index[which] * self.num_inner
+        return Chunk(
+            plans=self._columns(which, rows),
+            numbers=(numbers[:, None] + rows[None, :]).ravel(),
+            same_work=self._distinct(which, rows, _BESIDE_WORK),
+            same_memory=self._distinct(which, rows, _BESIDE_MEMORY),
+        )
+
+    def _columns(self, which: np.ndarray, rows: np.ndarray) -> PlanColumns:
+        columns = {name: np.repeat(column[which], len(rows)) for name, column in self.outer.items()}
         columns |= {name: np.tile(column[rows], len(which)) for name, column in self.inner.items()}
-        numbers = self.index[which] * len(next(iter(self.inner.values())))
-        return PlanColumns(**columns), (numbers[:, None] + rows[None, :]).ravel()
+        return PlanColumns(**columns)
+
+    def _distinct(self, which: np.ndarray, rows: np.ndarray, beside: frozenset[str]) -> Distinct:
+        """The distinct ones among blocks and inner rows where the fields ``beside`` don't matter."""
+        place, digits = 1, np.zeros(len(which), dtype=np.int64)
+        for name in reversed(OUTER_FIELDS):
+            size = self.sizes[name]
+            if name in beside:
+                digits += self.index[which] // place % size * place
+            place *= size
+        _, first, of_block = np.unique(self.index[which] - digits, return_index=True, return_inverse=True)
+        columns = [column[rows] for name, column in self.inner.items() if name not in beside]
+        first_row, of_row = distinct_rows(columns, len(rows))
+        return Distinct(
+            plans=self._columns(which[first], rows[first_row]),
+            of_row=(of_block[:, None] * len(first_row) + of_row[None, :]).ravel(),
+        )
 
 
-def _spread(column: np.ndarray, which: np.ndarray, times: int) -> np.ndarray:
-    return np.repeat(column[which], times)
+_BESIDE_WORK = frozenset(name for name in FIELDS if name.startswith(("recompute", "overlap_", "offload_")))
+"""Fields that neither blocks nor collectives depend on."""
+_BESIDE_MEMORY = frozenset({"rank_order", "overlap_dp", "overlap_tp", "overlap_pp"})
+"""Fields that memory does not depend on."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some plans, with what the cost model need not compute for each of them."""
+
+    plans: PlanColumns
+    """``n`` plans."""
+    numbers: np.ndarray
+    """``[n]``: the number of each combination."""
+    same_work: Distinct
+    same_memory: Distinct
 
 
 class Expander:
@@ -137,10 +197,14 @@ class Expander:
         self.num_inner = grid.shape[1]
 
     def parts(self) -> list[slice]:
-        """Slices of the space's degrees, each small enough to be expanded at once."""
-        outer = math.prod(len(self.space.values[name]) for name in OUTER_FIELDS)
-        step = max(1, BLOCKS_AT_ONCE // outer)
-        return [slice(start, start + step) for start in range(0, len(self.space.degrees), step)]
+        """Slices of the space's degrees, each small enough to be expanded at once.
+
+        A slice takes every so many of the degrees, so that all slices are alike.
+        """
+        outer = math.prod(len(self.space.values[name]) for name in OUTER_FIELDS) * len(self.space.degrees)
+        wanted = max(outer // BLOCKS_AT_ONCE, MIN_PARTS if self.space.num_combinations > LARGE else 1)
+        number = max(1, min(wanted, len(self.space.degrees)))
+        return [slice(start, None, number) for start in range(number)]
 
     def blocks(self, part: slice) -> Blocks:
         """The blocks of some of the degrees."""
@@ -168,7 +232,8 @@ class Expander:
         some = np.array([len(rows) > 0 for rows in classes], dtype=bool)[kind] if len(classes) else kind > 0
         columns, index, kind = {key: column[some] for key, column in columns.items()}, index[some], kind[some]
         columns |= stage_layers(columns.pop("layers_per_stage"), self.context.model.num_layers, columns)
-        return Blocks(columns, index, self.inner, kind, classes, counts)
+        sizes = {name: len(self.space.values[name]) for name in OUTER_FIELDS}
+        return Blocks(columns, index, self.inner, kind, classes, sizes, counts)
 
     def columns(self, numbers: np.ndarray) -> PlanColumns:
         """The plans of combinations by their numbers ``[n]``."""
@@ -290,7 +355,7 @@ class Expander:
         if "dp" in reads:
             reads |= {"dp_replicate", "dp_shard"}
         outer = sorted(name for name in reads if name in columns)
-        distinct, of_block = _distinct([columns[name] for name in outer], num_blocks)
+        distinct, of_block = distinct_rows([columns[name] for name in outer], num_blocks)
         num_keys = len(distinct)
         weight = np.bincount(of_block, minlength=num_keys)
         table = {name: np.repeat(columns[name][distinct], size) for name in outer}
@@ -364,7 +429,7 @@ def plan_at(columns: PlanColumns, row: int, num_layers: int) -> tuple[Plan, int,
     return plan, int(columns.global_batch_size[row]), int(columns.sequence_length[row])
 
 
-def _distinct(columns: list[np.ndarray], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def distinct_rows(columns: list[np.ndarray], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """One row of each distinct combination of columns, and ``[n]`` which of them each row has."""
     key = np.zeros(num_rows, dtype=np.int64)
     for column in columns:

@@ -12,15 +12,16 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from autotune.cost.columns import PlanColumns, encode
-from autotune.cost.estimate import EstimateTable, estimate
-from autotune.search.archive import Best, Front
-from autotune.search.blocks import Counts, Expander, plan_at
+from autotune.cost.estimate import EstimateTable, Estimator
+from autotune.search.archive import Best, Front, first_of_equals, non_dominated
+from autotune.search.blocks import Chunk, Counts, Expander, plan_at
+from autotune.search.bounds import SLACK, BlockBounds, block_bounds, bounds_of
 from autotune.search.plan_objectives import (
     PlanObjective,
     Prices,
@@ -37,8 +38,8 @@ from engine.spec import ModelSpec
 
 CHUNK_ROWS = 2**15
 """Rows that are estimated at once; their intermediate arrays stay in the processor's caches."""
-ROWS_PER_PROCESS = 2**18
-"""A second process is started for so many combinations that rules don't remove."""
+MAX_LAYERS = 64
+"""Layers of blocks that are told apart by how good their bounds are."""
 
 Progress = Callable[[float], None]
 """Told the share of the search that is done, 0 to 1. What it raises ends the search."""
@@ -124,54 +125,65 @@ class Job:
     cluster: ClusterSpec
     space: PlanSpace
     objectives: tuple[PlanObjective, ...]
-    max_memory_bytes: int
+    max_memory_bytes: float
     top: int
     distinct: tuple[str, ...]
     software: str
     optimizer: Literal["adamw", "sgd"]
     prices: Prices
     chunk_rows: int
+    prune: bool
 
     @functools.cached_property
     def expander(self) -> Expander:
         """Makes the blocks of the space."""
         return Expander(self.space, RuleContext(self.model, self.cluster.num_devices))
 
-    def estimate(self, columns: PlanColumns) -> EstimateTable:
-        """Estimates of plans."""
-        return estimate(self.model, self.cluster, columns, software=self.software, optimizer=self.optimizer)
+    @functools.cached_property
+    def estimator(self) -> Estimator:
+        """The cost model."""
+        return Estimator.of(self.model, self.cluster, software=self.software, optimizer=self.optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def costs(self, seconds: np.ndarray, memory: np.ndarray, columns: PlanColumns) -> np.ndarray:
+        """``[n, k]`` costs of plans."""
+        return objective_costs(self.objectives, seconds, memory, columns, self.prices)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Archive:
     """What is kept of the rows seen."""
 
     front: Front
     best: dict[PlanObjective, Best]
-    least_memory: Best
-    """Of plans that don't fit, while none is known that does."""
 
     @classmethod
     def empty(cls, job: Job) -> Archive:
         """An archive that has seen nothing."""
-        keys = functools.partial(job.expander.keys, fields=job.distinct)
-        best = {name: Best(job.top, i, keys) for i, name in enumerate(job.objectives)}
-        return cls(Front(len(job.objectives)), best, Best(job.top, 0, keys))
+        return cls(Front(len(job.objectives)), {name: Best(job.top, i) for i, name in enumerate(job.objectives)})
 
-    def add(self, costs: np.ndarray, numbers: np.ndarray) -> None:
+    def add(self, job: Job, costs: np.ndarray, numbers: np.ndarray) -> None:
         """See rows that fit."""
         self.front.add(costs, numbers)
         for best in self.best.values():
-            best.add(costs, numbers)
+            best.add(costs, numbers, functools.partial(job.expander.keys, fields=job.distinct))
 
-    def merge(self, other: Archive) -> None:
+    def merge(self, job: Job, other: Archive) -> None:
         """See what another archive kept."""
+        keys = functools.partial(job.expander.keys, fields=job.distinct)
         self.front.add(other.front.costs, other.front.numbers)
         for name, best in other.best.items():
             if len(best.numbers):
-                self.best[name].add(best.costs, best.numbers)
-        if len(other.least_memory.numbers):
-            self.least_memory.add(other.least_memory.costs, other.least_memory.numbers)
+                self.best[name].add(best.costs, best.numbers, keys)
+
+    def has_no_use_for(self, bounds: np.ndarray) -> np.ndarray:
+        """``[n]`` bools: rows with costs of at least ``bounds`` ``[n, k]`` would change nothing."""
+        useless = self.front.dominates(bounds)
+        for best in self.best.values():
+            useless &= bounds[:, best.column] > best.limit
+        return useless
 
 
 @dataclass
@@ -180,6 +192,8 @@ class PartResult:
 
     archive: Archive
     counts: SearchCounts = field(default_factory=SearchCounts)
+    bounds_hold: bool = True
+    """No plan was better than its block's bounds."""
 
 
 def search(
@@ -196,6 +210,7 @@ def search(
     prices: Prices | None = None,
     num_processes: int | None = None,
     chunk_rows: int = CHUNK_ROWS,
+    prune: bool = True,
     progress: Progress | None = None,
 ) -> SearchResult:
     """The exact Pareto front of a space, and its best plans by each objective.
@@ -214,7 +229,8 @@ def search(
         prices: For the objectives cost and energy.
         num_processes: Processes that share the work; by default one for each usable core where the space is large.
         chunk_rows: Plans estimated at once.
-        progress: Called between chunks of work in this process.
+        prune: Whether blocks of plans that a bound shows to be of no use are left out. The answer is the same.
+        progress: Told the share that is done.
 
     Raises:
         UserError: Objectives that can't be computed; a cluster without figures.
@@ -232,69 +248,149 @@ def search(
         optimizer=optimizer,
         prices=prices,
         chunk_rows=chunk_rows,
+        prune=prune,
     )
-    total = PartResult(Archive.empty(job))
+    processes = num_processes or _usable_cores()
+    found = _run(job, processes, progress)
+    least = Archive.empty(job)
+    if not len(found.archive.front.numbers) and found.counts.legal:
+        smallest = replace(job, objectives=("memory",), max_memory_bytes=np.inf)
+        least = _run(smallest, processes, progress).archive
+    return _result(job, found, least)
+
+
+def _run(job: Job, num_processes: int, progress: Progress | None) -> PartResult:
+    """Search all parts. If a bound turns out not to be one, search again without."""
     parts = job.expander.parts()
-    processes = num_processes or _useful_processes(space, len(parts))
-    for done, part in enumerate(_map(functools.partial(_search_part, job), parts, processes), start=1):
-        total.archive.merge(part.archive)
-        total.counts.merge(part.counts)
-        if progress:
-            progress(done / len(parts))
-    return _result(job, total)
+    waves = _waves(len(parts))
+    total = PartResult(Archive.empty(job))
+    with _Workers(num_processes if len(parts) > 1 else 1) as workers:
+        for wave in waves:
+            known = Archive.empty(job)
+            known.merge(job, total.archive)
+            work = functools.partial(_search_part, job, known)
+            for part in workers.map(work, [parts[i] for i in wave]):
+                total.archive.merge(job, part.archive)
+                total.counts.merge(part.counts)
+                total.bounds_hold &= part.bounds_hold
+            if progress:
+                progress((wave[-1] + 1) / len(parts))
+    if not total.bounds_hold:
+        return _run(replace(job, prune=False), num_processes, progress)
+    return total
 
 
-def _search_part(job: Job, part: slice) -> PartResult:
-    """Estimate the legal plans of some degrees."""
+def _waves(num_parts: int) -> list[range]:
+    """Which parts are searched beside each other: one, then more. Every wave is pruned by what those before it found,
+    whatever the number of processes, so that counts don't depend on it."""
+    waves, start, size = [], 0, 1
+    while start < num_parts:
+        waves.append(range(start, min(start + size, num_parts)))
+        start, size = start + size, min(size * 4, 32)
+    return waves
+
+
+def _search_part(job: Job, known: Archive, part: slice) -> PartResult:
+    """The plans of some degrees, with what is known already."""
     result = PartResult(Archive.empty(job))
+    result.archive.merge(job, known)
     blocks = job.expander.blocks(part)
     result.counts.merge(blocks.counts)
-    for columns, numbers in blocks.chunks(np.arange(len(blocks)), job.chunk_rows):
-        _evaluate(job, result, columns, numbers)
+    if not job.prune:
+        for chunk in blocks.chunks(np.arange(len(blocks)), job.chunk_rows):
+            _evaluate(job, result, chunk)
+        return result
+    bounds = block_bounds(job.estimator, blocks, job.chunk_rows)
+    fits = bounds.memory_bytes_high <= job.max_memory_bytes
+    result.counts.pruned_by_memory += int(blocks.num_plans[~fits].sum())
+    left = np.flatnonzero(fits)
+    costs = job.costs(bounds.step_seconds, bounds.memory_bytes, blocks.columns()) * (1 - SLACK)
+    for layer in _layers(costs[left], blocks.num_plans[left], job.chunk_rows):
+        some = left[layer]
+        useless = result.archive.has_no_use_for(costs[some])
+        result.counts.pruned += int(blocks.num_plans[some[useless]].sum())
+        some = some[~useless]
+        for chunk in blocks.chunks(some, job.chunk_rows):
+            _evaluate(job, result, chunk, bounds_of(blocks, bounds, chunk.numbers))
     return result
 
 
-def _evaluate(job: Job, result: PartResult, columns: PlanColumns, numbers: np.ndarray) -> None:
-    table = job.estimate(columns)
+def _layers(costs: np.ndarray, num_plans: np.ndarray, least_plans: int) -> Iterator[np.ndarray]:
+    """Blocks with the best bounds first: indices of the front of the bounds, of the front of the others, and so on,
+    joined until they have ``least_plans`` plans. The layers grow, as few blocks are left of use after the first."""
+    left = first_of_equals(costs, np.arange(len(costs))) if len(costs) else np.zeros(0, np.int64)
+    twins = np.setdiff1d(np.arange(len(costs)), left)
+    waiting: list[np.ndarray] = []
+    for _ in range(MAX_LAYERS):
+        if not len(left):
+            break
+        best = non_dominated(costs[left])
+        waiting.append(left[best])
+        left = left[~best]
+        if sum(int(num_plans[layer].sum()) for layer in waiting) >= least_plans:
+            yield np.concatenate(waiting)
+            waiting = []
+    yield np.concatenate([*waiting, left, twins])
+
+
+def _evaluate(job: Job, result: PartResult, chunk: Chunk, bounds: BlockBounds | None = None) -> None:
+    """Estimate plans and keep what is of use."""
+    numbers = chunk.numbers
+    table = job.estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=chunk.same_memory)
     fits = table.memory_bytes_high <= job.max_memory_bytes
     result.counts.evaluated += len(numbers)
     result.counts.evaluated_not_fitting += len(numbers) - int(np.count_nonzero(fits))
-    costs = objective_costs(job.objectives, table, columns, job.prices)
+    if bounds is not None:
+        result.bounds_hold &= bool(
+            (table.step_seconds >= bounds.step_seconds).all()
+            and (table.memory_bytes >= bounds.memory_bytes).all()
+            and (table.memory_bytes_high >= bounds.memory_bytes_high).all()
+        )
     if fits.any():
-        result.archive.add(costs[fits], numbers[fits])
-    elif not len(result.archive.front.numbers):
-        result.archive.least_memory.add(table.memory_bytes_high[:, None], numbers)
+        costs = job.costs(table.step_seconds, table.memory_bytes, chunk.plans)
+        result.archive.add(job, costs[fits], numbers[fits])
 
 
-def _useful_processes(space: PlanSpace, num_parts: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, num_parts, space.num_combinations // ROWS_PER_PROCESS))
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _map(work: Callable[[slice], PartResult], parts: Sequence[slice], num_processes: int) -> Iterator[PartResult]:
-    """The results of all parts, in their order."""
-    if num_processes == 1:
-        yield from map(work, parts)
-        return
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    pool = ProcessPoolExecutor(num_processes, mp_context=context)
-    try:
-        yield from pool.map(work, parts)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+class _Workers:
+    """Processes that work on parts; none are started for one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def map(self, work: Callable[[slice], PartResult], parts: Sequence[slice]) -> Iterator[PartResult]:
+        """The results of parts, in their order."""
+        if self._number == 1 or len(parts) == 1:
+            return map(work, parts)
+        if self._pool is None:
+            methods = multiprocessing.get_all_start_methods()
+            context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+            self._pool = ProcessPoolExecutor(self._number, mp_context=context)
+        return self._pool.map(work, parts)
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _result(job: Job, total: PartResult) -> SearchResult:
-    archive = total.archive
-    nothing = not len(archive.front.numbers)
+def _result(job: Job, found: PartResult, least: Archive) -> SearchResult:
+    closest = least.best["memory"].numbers if "memory" in least.best else np.zeros(0, dtype=np.int64)
+    if len(found.archive.front.numbers):
+        closest = closest[:0]
     return SearchResult(
         objectives=job.objectives,
-        front=_rows(job, archive.front.numbers),
-        top={name: _rows(job, best.numbers) for name, best in archive.best.items()},
-        counts=total.counts,
-        max_memory_bytes=job.max_memory_bytes,
-        closest=_rows(job, archive.least_memory.numbers if nothing else np.empty(0, dtype=np.int64)),
+        front=_rows(job, found.archive.front.numbers),
+        top={name: _rows(job, best.numbers) for name, best in found.archive.best.items()},
+        counts=found.counts,
+        max_memory_bytes=int(job.max_memory_bytes),
+        closest=_rows(job, closest),
         num_devices=job.cluster.num_devices,
     )
 
@@ -310,7 +406,7 @@ def plan_rows(job: Job, rows: Sequence[tuple[Plan, int, int]]) -> PlanRows:
     """Plans with their batches and sequence lengths, estimated."""
     table = plan_table(rows)
     columns = encode(table, job.model.num_layers)
-    estimates = job.estimate(columns)
+    estimates = job.estimator.estimate(columns) if rows else EstimateTable.of_nothing()
     broken: list[tuple[str, ...]] = [()] * len(rows)
     if rows:
         scopes: tuple[Scope, ...] = ("engine",)
@@ -322,6 +418,6 @@ def plan_rows(job: Job, rows: Sequence[tuple[Plan, int, int]]) -> PlanRows:
         sequence_lengths=tuple(length for _, _, length in rows),
         columns=columns,
         estimates=estimates,
-        values=objective_values(job.objectives, estimates, columns, job.prices),
+        values=objective_values(job.objectives, estimates.step_seconds, estimates.memory_bytes, columns, job.prices),
         not_built=tuple(broken),
     )

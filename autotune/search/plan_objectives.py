@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import numpy as np
 
 from autotune.cost.columns import PlanColumns
-from autotune.cost.estimate import EstimateTable
 from autotune.space.objectives import Direction
 from engine.errors import UserError
 
@@ -45,26 +44,27 @@ OBJECTIVES: dict[PlanObjective, ObjectiveInfo] = {
     "energy": ObjectiveInfo("Energy", "kWh per 10^9 tokens", "minimize"),
 }
 
-_Value = Callable[[EstimateTable, PlanColumns, Prices], np.ndarray]
+_Value = Callable[[np.ndarray, np.ndarray, PlanColumns, Prices], np.ndarray]
 
 
 def _tokens(c: PlanColumns) -> np.ndarray:
     return np.asarray(c.global_batch_size * c.sequence_length, dtype=np.float64)
 
 
-def _device_seconds(e: EstimateTable, c: PlanColumns) -> np.ndarray:
+def _device_seconds(seconds: np.ndarray, c: PlanColumns) -> np.ndarray:
     """Device-seconds per 10^9 tokens."""
-    return np.asarray(e.step_seconds * c.world_size / _tokens(c) * 1e9)
+    return np.asarray(seconds * c.world_size / _tokens(c) * 1e9)
 
 
 _VALUES: dict[PlanObjective, _Value] = {
-    "step_time": lambda e, c, p: e.step_seconds,
-    "speed": lambda e, c, p: _tokens(c) / e.step_seconds,
-    "memory": lambda e, c, p: e.memory_bytes,
-    "devices": lambda e, c, p: np.asarray(c.world_size, dtype=np.float64),
-    "cost": lambda e, c, p: _device_seconds(e, c) / 3600 * (p.dollars_per_device_hour or 0.0),
-    "energy": lambda e, c, p: _device_seconds(e, c) / 3.6e6 * (p.watts_per_device or 0.0),
+    "step_time": lambda seconds, memory, c, p: seconds,
+    "speed": lambda seconds, memory, c, p: _tokens(c) / seconds,
+    "memory": lambda seconds, memory, c, p: memory,
+    "devices": lambda seconds, memory, c, p: np.asarray(c.world_size, dtype=np.float64),
+    "cost": lambda seconds, memory, c, p: _device_seconds(seconds, c) / 3600 * (p.dollars_per_device_hour or 0.0),
+    "energy": lambda seconds, memory, c, p: _device_seconds(seconds, c) / 3.6e6 * (p.watts_per_device or 0.0),
 }
+"""From step seconds and memory bytes. None gets better when either rises: lower bounds of both give one of the cost."""
 
 
 def check_objectives(objectives: Sequence[str], prices: Prices) -> tuple[PlanObjective, ...]:
@@ -89,17 +89,17 @@ def check_objectives(objectives: Sequence[str], prices: Prices) -> tuple[PlanObj
 
 
 def objective_values(
-    objectives: Sequence[PlanObjective], estimates: EstimateTable, columns: PlanColumns, prices: Prices
+    objectives: Sequence[PlanObjective], seconds: np.ndarray, memory: np.ndarray, columns: PlanColumns, prices: Prices
 ) -> np.ndarray:
-    """``[n, k]`` values in the units of ``OBJECTIVES``."""
-    return np.stack([_VALUES[name](estimates, columns, prices) for name in objectives], axis=1)
+    """``[n, k]`` values in the units of ``OBJECTIVES``, from step seconds and memory bytes ``[n]``."""
+    return np.stack([_VALUES[name](seconds, memory, columns, prices) for name in objectives], axis=1)
 
 
 def objective_costs(
-    objectives: Sequence[PlanObjective], estimates: EstimateTable, columns: PlanColumns, prices: Prices
+    objectives: Sequence[PlanObjective], seconds: np.ndarray, memory: np.ndarray, columns: PlanColumns, prices: Prices
 ) -> np.ndarray:
     """``[n, k]`` positive costs, lower is better, rounded to 32 bits of mantissa."""
-    costs = objective_values(objectives, estimates, columns, prices)
+    costs = objective_values(objectives, seconds, memory, columns, prices)
     for i, name in enumerate(objectives):
         if OBJECTIVES[name].direction == "maximize":
             costs[:, i] = 1.0 / costs[:, i]

@@ -21,12 +21,12 @@ DEGREES = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
 """Their product is the number of devices used."""
 OUTER_FIELDS = (
     "schedule", "virtual_stages", "layers_per_stage", "ep", "etp", "sequence_length", "global_batch_size",
-    "micro_batch_size", "precision", "gradient_compression", "rank_order",
+    "micro_batch_size", "precision", "gradient_compression", "rank_order", "recompute", "recompute_period",
 )  # fmt: skip
 """Fields that a block of the search fixes, with the degrees."""
 INNER_FIELDS = (
-    "zero_stage", "sequence_parallel", "vocab_parallel", "recompute", "recompute_period", "offload_parameters_ratio",
-    "offload_optimizer_ratio", "offload_activations_ratio", "overlap_dp", "overlap_tp", "overlap_pp",
+    "zero_stage", "sequence_parallel", "vocab_parallel", "offload_parameters_ratio", "offload_optimizer_ratio",
+    "offload_activations_ratio", "overlap_dp", "overlap_tp", "overlap_pp",
 )  # fmt: skip
 """Fields that vary inside a block."""
 FIELDS = (*DEGREES, *OUTER_FIELDS, *INNER_FIELDS)
