@@ -44,6 +44,8 @@ PEERS_AT_ONCE = 8.0
 """Peers that an all-to-all sends to at the same time (NCCL)."""
 
 _TINY = 1e-300
+_FAR = 2.0**52
+"""More devices than any machine has."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _members(link: Link, world_size: Number, axes: Sequence[tuple[Number, Number
         straddles = (
             (inside >= size)
             & (size > 1)
-            & (np.fmod(link.num_devices, extent) > 0)
+            & (np.fmod(np.minimum(link.num_devices, _FAR), extent) > 0)
             & (world_size > link.num_devices)
             & (np.asarray(link.placed_whole) == 0)
         )

@@ -124,8 +124,9 @@ def communication(
         groups = Groups(links, c)
         parts = _of_passes(x, groups) | _of_step(x, groups)
     stage = np.where(c.dp_shard > 1, c.zero_stage, 0)
-    parts["tp_step"] = parts["tp_step"].where(x.splits_sequence, NOTHING)
-    parts["dp_reduce"] = parts["dp_reduce"] * np.where((stage == 3) & (c.pp == 1), c.num_micro_batches, 1)
+    reductions = np.where((stage == 3) & (c.pp == 1), c.num_micro_batches, 1)
+    parts["tp_step"] = (parts["tp_step"] * reductions).where(x.splits_sequence, NOTHING)
+    parts["dp_reduce"] = parts["dp_reduce"] * reductions
     n = len(c)
     columns = {name: np.broadcast_to(cost.seconds, n) for name, cost in parts.items()}
     columns |= {f"{name}_bytes": np.broadcast_to(cost.bytes, n) for name, cost in parts.items()}
@@ -332,7 +333,12 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         gather = gather + groups.all_gather(shard, message * x.element_bytes) * held.messages
     kept = groups.all_gather(groups.shard, held.head * x.element_bytes)
     # Wherever there are tensor ranks: whether they split the sequence is not part of a step's key.
-    norms = (2 * shape.num_layers / c.pp + 1) * shape.hidden * x.wide_bytes
+    # Where each micro-batch is reduced, its gradients are not yet accumulated in fp32.
+    norms = (
+        (2 * shape.num_layers / c.pp + 1)
+        * shape.hidden
+        * np.where((stage == 3) & (c.pp == 1), x.element_bytes, x.wide_bytes)
+    )
     tied = shape.vocab * shape.hidden / np.where(np.asarray(c.vocab_parallel) > 0, c.tp, 1) * x.gradient_bytes
     return {
         "dp_reduce": reduce,
