@@ -1,4 +1,5 @@
-"""Writes the generated pages of this folder: ``run_file.md`` from the schemas, ``results.md`` from the result files.
+"""Writes the generated pages of this folder: ``run_file.md`` from the schemas, ``devices.md`` from the catalogue,
+``results.md`` from the result files.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # exit 1 if one is out of date
@@ -17,6 +18,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from autotune.specs.cluster import DeviceEntry, catalogue
+from autotune.specs.figures import DeviceFigures, LinkFigures
 from engine.config import RunConfig
 
 DOCS = Path(__file__).resolve().parent
@@ -36,8 +39,7 @@ def run_file_page() -> str:
         summary = " ".join((schema.__doc__ or "").split())
         lines += [f"## {title}", "", summary, "", "| key | type | default | meaning |", "|---|---|---|---|"]
         for name, field in schema.model_fields.items():
-            meaning = " ".join((field.description or "").replace("``", "`").split())
-            cells = [f"`{name}`", _type_name(field.annotation), _default(field), meaning]
+            cells = [f"`{name}`", _type_name(field.annotation), _default(field), _meaning(field)]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             waiting += [
                 (f"{title.removeprefix('run.yaml').strip('.')}.{name}".strip("."), inner)
@@ -62,7 +64,43 @@ def results_page() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"run_file.md": run_file_page, "results.md": results_page}
+def devices_page() -> str:
+    """One section for each device of the catalogue: its figures, links and sources."""
+    lines = [
+        "# Devices of the catalogue",
+        "",
+        "Generated from `autotune/specs/hardware.yaml`. Peaks are from datasheets; figures and links are what programs",
+        "attain. [clusters.md](clusters.md) says how to name a cluster and how to state another network.",
+        "",
+    ]
+    for schema in (DeviceFigures, LinkFigures):
+        lines += ["| key | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {_meaning(field)} |" for name, field in schema.model_fields.items()]
+        lines.append("")
+    for kind, entry in catalogue().items():
+        lines += _device_section(kind, entry)
+    return "\n".join(lines)
+
+
+def _device_section(kind: str, entry: DeviceEntry) -> list[str]:
+    figures = entry.figures.model_dump(mode="json", exclude={"matmul"}, exclude_defaults=True)
+    attained = {precision: rate.tflops for precision, rate in entry.figures.matmul.items()}
+    lines = [f"## {kind}", "", f"{entry.title}. {entry.memory_gib:g} GiB", ""]
+    lines += ["| | " + " | ".join(attained) + " |", "|---|" + "---|" * len(attained)]
+    for name, rates in (("peak, TFLOP/s", dict(entry.tflops)), ("attained, TFLOP/s", attained)):
+        lines.append(f"| {name} | " + " | ".join(f"{rates[p]:g}" if p in rates else "" for p in attained) + " |")
+    lines += ["", ", ".join(f"{name} {value:g}" for name, value in figures.items()) + ".", ""]
+    for level in entry.links:
+        told = level.model_dump(mode="json", exclude_none=True, exclude={"num_devices"})
+        if level.reduction_gb_per_second is None:
+            del told["reduction_min_devices"]
+        size = f"{level.num_devices} devices" if level.num_devices else "the cluster"
+        lines.append(f"* {size}: " + ", ".join(f"{name} {value:g}" for name, value in told.items()))
+    lines += ["", f"Sources: {entry.source}."]
+    return [*lines, "", *(f"* {name}: {source}" for name, source in entry.sources.items()), ""]
+
+
+PAGES = {"run_file.md": run_file_page, "devices.md": devices_page, "results.md": results_page}
 
 
 def main() -> int:
@@ -88,6 +126,10 @@ def _schemas(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [schema for argument in typing.get_args(annotation) for schema in _schemas(argument)]
+
+
+def _meaning(field: Any) -> str:
+    return " ".join((field.description or "").replace("``", "`").split())
 
 
 def _type_name(annotation: Any) -> str:
