@@ -36,15 +36,11 @@ def shares(plan: EstimatedPlan) -> tuple[Share, ...]:
 
 def memory_binds(around: Neighbourhood) -> float | None:
     """Tokens per second more if devices had any memory; None where that gains nothing to speak of."""
-    limit, best = around.best_row(), _best_of_any_memory(around)
-    if limit is None or best is None:
+    best = around.best_row()
+    if best is None:
         return None
-    gain = float(around.costs[limit] / around.costs[best]) - 1
+    gain = float(around.costs[best] / around.costs.min()) - 1
     return gain if gain >= LEAST_GAIN_RATIO else None
-
-
-def _best_of_any_memory(around: Neighbourhood) -> int | None:
-    return int(np.argmin(around.costs)) if len(around) else None
 
 
 def what_would_help(around: Neighbourhood, plans: Sequence[Plan]) -> tuple[Change, ...]:
@@ -65,7 +61,9 @@ def what_would_help(around: Neighbourhood, plans: Sequence[Plan]) -> tuple[Chang
     return tuple(sorted(useful, key=lambda change: -change.gain_ratio))
 
 
-def _under(variant: Variant, around: Neighbourhood, promising: Neighbourhood, plans: Sequence[Plan]) -> Neighbourhood:
+def _under(
+    variant: Variant, around: Neighbourhood, promising: Neighbourhood, plans: Sequence[Plan]
+) -> Neighbourhood | None:
     """The plans to look at under a change."""
     if variant.kind == "figures":
         return promising.under(variant.question)
@@ -74,9 +72,9 @@ def _under(variant: Variant, around: Neighbourhood, promising: Neighbourhood, pl
     return explore(variant.question, space_around(variant.question, plans, variant.freed))
 
 
-def measured(variant: Variant, found: Neighbourhood, best: EstimatedPlan | None) -> Change | None:
+def measured(variant: Variant, found: Neighbourhood | None, best: EstimatedPlan | None) -> Change | None:
     """A change with the best plan under it; None where none fits."""
-    plan = found.best() if len(found) else None
+    plan = found.best() if found is not None else None
     if plan is None:
         return None
     gain = best.seconds_per_token / plan.seconds_per_token - 1 if best is not None else 0.0

@@ -23,8 +23,10 @@ from autotune.search.question import Question
 from engine.plan import Plan
 from engine.rule import RuleContext
 
-NUM_SEEDS = 5
-"""Best plans whose values make up the neighbourhood, with one value more on each side of the very best."""
+NUM_SEEDS = 10
+"""Best plans whose values make up the neighbourhood."""
+NUM_WIDENED = 3
+"""Of these, the ones that bring the values next to their own too."""
 WHOLE_FIELDS = ("layers_per_stage", "etp", "global_batch_size", "sequence_length")
 """Fields with few values, or whose values in a plan are not those of the space."""
 MOST_COMBINATIONS = 3_000_000
@@ -61,7 +63,7 @@ class Neighbourhood:
 
     def closest_row(self) -> int | None:
         """The plan that needs the least memory."""
-        return int(np.argmin(self.estimates.memory_bytes_high)) if len(self) else None
+        return int(np.argmin(self.estimates.memory_bytes_high))
 
     def plan(self, row: int) -> EstimatedPlan:
         """A row as plain data."""
@@ -102,16 +104,16 @@ class Neighbourhood:
         return estimated(question, self.columns)
 
 
-def explore(question: Question, space: PlanSpace) -> Neighbourhood:
-    """Estimate every legal plan of a small space."""
+def explore(question: Question, space: PlanSpace) -> Neighbourhood | None:
+    """Estimate every legal plan of a small space; None where there is none."""
     expander = Expander(space, RuleContext(question.model, question.cluster.num_devices))
     parts = [
-        columns
+        chunk.plans
         for part in expander.parts()
         for blocks in (expander.blocks(part),)
-        for columns, _ in blocks.chunks(np.arange(len(blocks)), 2**20)
+        for chunk in blocks.chunks(np.arange(len(blocks)), 2**20)
     ]
-    return estimated(question, _joined(parts))
+    return estimated(question, _joined(parts)) if parts else None
 
 
 def estimated(question: Question, columns: PlanColumns) -> Neighbourhood:
@@ -137,9 +139,11 @@ def _around(space: PlanSpace, plans: Sequence[Plan], whole: Collection[str]) -> 
             continue
         allowed = space.values[name]
         seen = {getattr(plan, name) for plan in plans}
-        near = {allowed[i] for i in _next_to(allowed, getattr(plans[0], name))} if _is_ordered(name) else set(allowed)
-        if name == "rank_order":
-            near = set()
+        near = set(allowed)
+        if _is_ordered(name):
+            near = {allowed[i] for plan in plans[:NUM_WIDENED] for i in _next_to(allowed, getattr(plan, name))}
+        elif name == "rank_order":
+            near = set()  # three orders would triple the table for next to nothing
         kept = tuple(value for value in allowed if value in seen | near)
         values[name] = kept or allowed
     return space.changed(**values)
@@ -163,7 +167,7 @@ def _joined(parts: Sequence[PlanColumns]) -> PlanColumns:
     def join(name: str) -> Any:
         columns = zip((getattr(part, name) for part in parts), lengths, strict=True)
         whole = [np.broadcast_to(column, (size,)) for column, size in columns]
-        return np.concatenate(whole) if whole else np.zeros(0, dtype=np.int64)
+        return np.concatenate(whole)
 
     return PlanColumns(**{field.name: join(field.name) for field in fields(PlanColumns)})
 

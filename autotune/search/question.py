@@ -189,7 +189,12 @@ def _ordered_objectives(names: Sequence[str], cluster: ClusterSpec) -> tuple[Pla
     Raises:
         UserError: An unknown one, one twice, one that lacks its price.
     """
-    known = check_objectives(names, prices_of(cluster))
+    prices = prices_of(cluster)
+    if "cost" in names and not prices.dollars_per_device_hour:
+        raise UserError("the objective cost needs a price", hint="give --price, in dollars per device and hour")
+    if "energy" in names and not prices.watts_per_device:
+        raise UserError(f"the power of {cluster.device_kind} is unknown", hint="give --watts, of a busy device")
+    known = check_objectives(names, prices)
     return tuple(sorted(known, key=lambda name: names.index(name)))
 
 

@@ -64,6 +64,7 @@ def solve(
     elif advise:
         seeds = [plan.plan for plan in plans]
         around = explore(question, space_around(question, seeds))
+        assert around is not None, "the best plan is in its own neighbourhood"
         answer = replace(
             answer,
             memory_binds_ratio=memory_binds(around),
