@@ -137,12 +137,13 @@ def _attention(
     heads = np.maximum(shape.num_kv_heads / t.tp, 1.0)
     key, value = heads * shape.query_key_dim, heads * shape.value_dim
     copies = (query + key + value) * (1 + recipe.attention_copies) + output
-    quantised = np.where(t.e_input == t.e, 0.0, t.e_input * output)  # beside the output that attention itself keeps
+    width = np.where(np.asarray(recipe.saves_attention_fp8) > 0, t.e_input, t.e)
+    quantised = np.where(t.e_input == width, 0.0, t.e_input * output)  # beside the output that attention itself keeps
     latent = 2 * t.e * t.split * (shape.query_rank + shape.kv_rank)
     rows = t.whole * shape.num_heads / t.tp
     per_score = np.where(fused, 0.0, t.e + dropout * (1 + t.e))  # softmax; its mask and what dropout leaves
     scores = rows * (4 + per_score * c.sequence_length)
-    return t.whole * (t.e * copies + quantised) + latent, scores, t.whole * t.e * (query + value + output)
+    return t.whole * (width * copies + quantised) + latent, scores, t.whole * t.e * (query + value + output)
 
 
 def _per_width(shape: ModelShape, recipe: MemoryRecipe, t: _Tokens) -> Number:

@@ -50,6 +50,8 @@ class MemoryRecipe:
     """Communication buffers of data parallelism that don't depend on the model."""
     saves_fp8: Number
     """1 where fp8 plans keep the inputs of matrix products in fp8."""
+    saves_attention_fp8: Number
+    """1 where fp8 plans keep queries, keys, values and output of attention in fp8."""
     saves_gate_fp8: Number
     """1 where fp8 plans keep the inputs of a gated activation in fp8 too."""
     saves_gathered: Number
