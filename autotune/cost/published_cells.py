@@ -47,7 +47,10 @@ REQUIRED = ("gpu", "seq_len")
 
 _UNKNOWN = frozenset(("", "-", "--", "?", "na", "n/a", "nan", "null", "none", "unknown", "not stated", "tbd"))
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:[,' _\u00a0\u202f]\d{3})+(?:\.\d+)?")
-_MAX_COUNT = 10**12
+MAX_LAYERS = 10_000
+_MOST = {"layers": MAX_LAYERS, "vpp": 1_000, "heads": 10**5, "kv_heads": 10**5, "num_experts": 10**5, "hidden": 10**6}
+_MOST_OTHERWISE = 10**9
+"""More of anything is a slip of the pen, and would take its time and memory."""
 
 Cell = int | float | bool | str | None
 """A value, or None where it is unknown."""
@@ -177,8 +180,9 @@ def _cell(name: str, text: str) -> Cell:
             raise ValueError(f"{text!r} is not a positive number")
         return number
     least = 0 if name in COUNTS_OR_ZERO else 1
-    if number != int(number) or not least <= number <= _MAX_COUNT:
-        raise ValueError(f"{text!r} is not a whole number of {least} or more")
+    most = _MOST.get(name, _MOST_OTHERWISE)
+    if number != int(number) or not least <= number <= most:
+        raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
     return int(number)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autotune.cost.architectures import Architecture, find_architecture
-from autotune.cost.published_cells import Row
+from autotune.cost.published_cells import MAX_LAYERS, Row
 from engine.spec import ModelSpec, MoESpec
 
 
@@ -214,7 +214,7 @@ def _layers_from_parameters(
     kv_ratio = (row.count("kv_heads") or 1) / (row.count("heads") or row.count("kv_heads") or 1)
     layer = hidden * hidden * (2 + 2 * kv_ratio) + (3 if gated else 2) * hidden * ffn
     layers = round((total * 1e9 - vocab * hidden) / layer)
-    if layers < 1:
-        raise Unreadable(f"layers unknown, and params_total_B {total:g} is too small for one layer of hidden {hidden}")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise Unreadable(f"layers unknown, and params_total_B {total:g} with hidden {hidden} would make {layers}")
     assumptions.add(f"layers unknown: {layers}, from params_total_B {total:g}")
     return layers

@@ -19,6 +19,9 @@ from engine.units import GIB
 ATTAINED_LINK_RATIO = 0.9
 """Share of a network's line rate that large messages attain (RDMA writes over InfiniBand and RoCE: 0.88 to 0.95)."""
 
+MAX_EP = 64
+"""Largest expert-parallel degree that is assumed where a row says none."""
+
 SAME_LINK_RATIO = 0.15
 """A network within so much of the catalogue's is taken to be the catalogue's."""
 
@@ -150,7 +153,7 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
             cp=cp,
             dp_replicate=dp // dp_shard,
             dp_shard=dp_shard,
-            ep=_expert_parallel(row, model, cluster, dp * cp * tp, assumptions),
+            ep=_expert_parallel(row, model, cluster, dp * cp * tp, zero_stage, assumptions),
             etp=1,
             schedule=schedule,
             virtual_stages=virtual_stages,
@@ -229,14 +232,20 @@ def _zero_stage(row: Row, stack: Stack, dp: int, assumptions: Assumptions) -> in
     return stated
 
 
-def _expert_parallel(row: Row, model: ModelSpec, cluster: ClusterSpec, num_ranks: int, assumptions: Assumptions) -> int:
+def _expert_parallel(
+    row: Row, model: ModelSpec, cluster: ClusterSpec, num_ranks: int, zero_stage: int, assumptions: Assumptions
+) -> int:
     stated = row.count("ep")
-    if stated is None and model.moe is None:
-        return 1
     if stated is None:
+        if model.moe is None:
+            return 1
         most = math.gcd(model.moe.num_experts, num_ranks)
-        stated = max(ep for ep in range(1, cluster.devices_per_node + 1) if most % ep == 0)
-        assumptions.add(f"ep unknown: {stated}, the most within a node")
+        # Where parameters are sharded, experts that stay with their rank need not be gathered.
+        within = MAX_EP if zero_stage == 3 else cluster.devices_per_node
+        stated = max(ep for ep in range(1, within + 1) if most % ep == 0)
+        assumptions.add(
+            f"ep unknown: {stated}, the most {f'of up to {MAX_EP}' if zero_stage == 3 else 'within a node'}"
+        )
     return stated
 
 

@@ -94,7 +94,8 @@ def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"layers": "many"}, "layers: 'many' is not a number"),
-        ({"layers": "-3"}, "layers: '-3' is not a whole number of 1 or more"),
+        ({"layers": "-3"}, "layers: '-3' is not a whole number from 1 to 10000"),
+        ({"layers": "1000000000"}, "is not a whole number from 1 to 10000"),
         ({"tp": "1.5"}, "tp: '1.5' is not a whole number"),
         ({"step_time_s_equiv": "inf"}, "step_time_s_equiv: 'inf' is not a finite number"),
         ({"step_time_s_equiv": "0"}, "is not a positive number"),
@@ -260,6 +261,7 @@ def test_networks_of_rows_replace_the_catalogues(tmp_path: Path) -> None:
         ("8x400Gb/s NDR per node", 8, 50),
         ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s; PCIe-NIC: 500 GB/s", 8, None),
         ("Ethernet, Infiniband", 8, None),
+        ("0Gb/s", 8, None),
         ("NVL72 domain", 4, None),
         ("", 8, None),
     ],
