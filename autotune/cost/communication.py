@@ -100,9 +100,10 @@ def communication(
     *,
     element_bytes: Number,
     gradient_bytes: Number | None = None,
-    regather: Number = 0,
+    regathers: Number = 0,
+    shares_sends: Number = 0,
+    sends_once: Number = 0,
     expert_load: Number = 1.0,
-    domains_per_token: Number = np.inf,
 ) -> Communication:
     """What a table of plans sends, and how long that takes alone.
 
@@ -112,12 +113,14 @@ def communication(
         c: ``n`` plans.
         element_bytes: Of an activation and of a gathered parameter.
         gradient_bytes: Of a gradient element on the wire; null for fp32 or wider, as the engine reduces.
-        regather: 1 where a split sequence is gathered a second time in the backward pass instead of kept (Megatron-LM).
+        regathers: 1 where a split sequence is gathered again in the backward pass instead of kept (Megatron-LM).
+        shares_sends: 1 where the tensor ranks of a stage each send a share of the activations to the next stage, which
+            gathers them there (Megatron-LM of 2021, Narayanan et al. section 4.1; DeepSpeed).
+        sends_once: 1 where a token goes once to a node however many of its experts are there, at most to as many nodes
+            as its routing allows (DeepEP); 0 for a copy per expert.
         expert_load: Tokens of the fullest expert-parallel rank over the mean, at least 1.
-        domains_per_token: Innermost domains that a token is sent to at most, once each (routing limited to nodes, with
-            a dispatcher that sends a token once to a node); infinite for a copy per expert.
     """
-    x = _Inputs(shape, c, element_bytes, regather, expert_load, domains_per_token, gradient_bytes)
+    x = _Inputs(shape, c, element_bytes, regathers, shares_sends, sends_once, expert_load, gradient_bytes)
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
     else:
@@ -140,9 +143,10 @@ class _Inputs:
     shape: ModelShape
     c: PlanColumns
     element_bytes: Number
-    regather: Number
+    regathers: Number
+    shares_sends: Number
+    sends_once: Number
     expert_load: Number
-    domains_per_token: Number
     given_gradient_bytes: Number | None
 
     @property
@@ -173,8 +177,8 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        others = (*astuple(self.shape), self.regather, self.expert_load, self.domains_per_token)
-        return all(np.ndim(value) == 0 for value in (*others, self.given_gradient_bytes or 0))
+        stack = (self.regathers, self.shares_sends, self.sends_once, self.expert_load, self.given_gradient_bytes or 0)
+        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack))
 
     def take(self, rows: np.ndarray) -> _Inputs:
         """Some of the rows."""
@@ -239,17 +243,19 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     """
     shape, c, split = x.shape, x.c, x.splits_sequence
     forward = (half.gathered * 2).where(split, half.reduced)
-    backward = (half.gathered * (2 + np.asarray(x.regather))).where(split, half.reduced)
+    backward = (half.gathered * (2 + np.asarray(x.regathers))).where(split, half.reduced)
     # Keys and values of one rank; with more tensor ranks than heads each head is held by several.
     heads = np.maximum(shape.num_kv_heads / c.tp, 1.0)
     keys = x.tokens * heads * (shape.query_key_dim + shape.value_dim) * x.element_bytes
     ring = groups.send(groups.cp, keys) * (c.cp - 1)
+    shares = ~split & (np.asarray(x.shares_sends) > 0)
+    crossing = groups.send(groups.pp, x.hidden_bytes / np.where(split | shares, c.tp, 1))
     return {
         "tp_forward": forward * 2,
         "tp_backward": backward * 2,
         "cp_forward": ring,
         "cp_backward": ring * 2,  # keys and values again, and their gradients
-        "pp_send": groups.send(groups.pp, x.hidden_bytes / np.where(split, c.tp, 1)),
+        "pp_send": crossing + half.gathered.where(shares & (np.asarray(c.pp) > 1), NOTHING),
     }
 
 
@@ -267,14 +273,15 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     has_experts = np.asarray(shape.num_experts) > 0
     per_token = np.maximum(shape.experts_per_token, 1)
     attention = (half.gathered * 2).where(split, half.reduced)
-    attention_back = (half.gathered * (2 + np.asarray(x.regather))).where(split, half.reduced)
+    attention_back = (half.gathered * (2 + np.asarray(x.regathers))).where(split, half.reduced)
     entering = half.reduced + groups.all_reduce(groups.tp, x.tokens * shape.experts_per_token * x.element_bytes)
     sliced_back = (entering + half.gathered).where(split, entering)
     # Each rank of the tensor group dispatches its own share of the tokens, a copy for each of their experts.
     copies = x.hidden_bytes / c.tp * shape.experts_per_token * x.expert_load
     domains = c.ep / np.maximum(groups.ep.members[0], 1)
-    reached = np.minimum(domains * (1 - (1 - 1 / domains) ** per_token), x.domains_per_token)
-    outside = np.where(np.isfinite(x.domains_per_token), np.minimum(reached / per_token, 1.0), 1.0)
+    limit = np.where(np.asarray(shape.token_groups) > 0, shape.token_groups, np.inf)
+    reached = np.minimum(domains * (1 - (1 - 1 / domains) ** per_token), limit)
+    outside = np.where(np.asarray(x.sends_once) > 0, np.minimum(reached / per_token, 1.0), 1.0)
     exchange = groups.all_to_all(groups.ep, copies, outside) * 2
     arrived = groups.all_gather(groups.etp, copies * c.etp) * 2
     shared = (half.gathered * 2).where(split & (np.asarray(shape.shared_ffn) > 0), NOTHING)

@@ -140,6 +140,10 @@ class SoftwareColumns:
     imbalance_ratio: Number
     fused_attention: Number
     """1 where attention is one kernel."""
+    regathers: Number
+    """1 where true, here and below."""
+    shares_sends: Number
+    sends_once: Number
 
     @classmethod
     def of(cls, figures: SoftwareFigures) -> Self:

@@ -216,7 +216,16 @@ def step_time(x: Scope, c: PlanColumns) -> StepTime:
 
 def _work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]:
     work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
-    return work, communication(x.shape, x.links, c, element_bytes=x.device.element_bytes)
+    wire = communication(
+        x.shape,
+        x.links,
+        c,
+        element_bytes=x.device.element_bytes,
+        regathers=x.software.regathers,
+        shares_sends=x.software.shares_sends,
+        sends_once=x.software.sends_once,
+    )
+    return work, wire
 
 
 T = TypeVar("T")

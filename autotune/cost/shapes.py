@@ -43,6 +43,8 @@ class ModelShape:
     num_experts: Number
     """Routed experts of a layer; 0 for a dense model."""
     experts_per_token: Number
+    token_groups: Number
+    """Groups of experts, each on a node of its own, that the routing limits a token to; 0 without a limit."""
     expert_ffn: Number
     shared_ffn: Number
     window: Number
@@ -94,6 +96,7 @@ class ModelShape:
             vocab=model.vocab_size,
             num_experts=moe.num_experts if moe else 0,
             experts_per_token=moe.experts_per_token if moe else 0,
+            token_groups=moe.groups_per_token if moe and moe.num_groups > 1 else 0,
             expert_ffn=moe.ffn_size if moe else 0,
             shared_ffn=moe.shared_ffn_size if moe else 0,
             window=model.sliding_window or 0,

@@ -113,6 +113,12 @@ class SoftwareFigures(Schema):
     """Tokens of the fullest expert rank above the mean, relative; benchmarks that force balance have 0."""
     fused_attention: bool = True
     """Whether attention is one kernel that keeps no score matrix."""
+    regathers: bool = False
+    """Whether a split sequence is gathered again in the backward pass instead of kept, with nothing to hide it."""
+    shares_sends: bool = False
+    """Whether tensor ranks each send a share of the activations to the next stage, which gathers them there."""
+    sends_once: bool = False
+    """Whether a token goes once to a node however many of its experts are there (DeepEP)."""
     memory_recipe: str = "megatron"
     """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None

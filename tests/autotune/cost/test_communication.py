@@ -181,10 +181,13 @@ def test_dispatch_and_combine_move_a_copy_per_expert() -> None:
     assert loaded.ep_forward_bytes == pytest.approx(1.2 * result.ep_forward_bytes)
     assert loaded.ep_forward > result.ep_forward
     # To two domains of 8, once each: 1 - 1/2^4 of the other domain's tokens instead of 4 copies, half of them there.
-    once = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=MOE, domains_per_token=2)
+    once = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=MOE, sends_once=1)
     inside, outside = 2 * 7 / 16 * copies, 2 * 8 / 16 * copies
     assert once.ep_forward_bytes == pytest.approx(inside + outside * 2 * (1 - 0.5**4) / 4)
     assert once.ep_forward < result.ep_forward
+    limited = MOE.changed(moe=EXPERTS | {"num_groups": 8, "groups_per_token": 1})
+    to_one = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=limited, sends_once=1)
+    assert to_one.ep_forward_bytes == pytest.approx(inside + outside / 4)
 
 
 def test_experts_with_tensor_ranks_dispatch_shares_of_the_tokens() -> None:
@@ -212,9 +215,20 @@ def test_context_ring_passes_keys_and_values() -> None:
 
 def test_a_sequence_gathered_again() -> None:
     plan = {"tp": 4, "dp_shard": 8, "sequence_parallel": True}
-    kept, again = sent(plan), sent(plan, regather=1)
+    kept, again = sent(plan), sent(plan, regathers=1)
     assert again.tp_backward_bytes == 1.5 * kept.tp_backward_bytes
     assert again.tp_forward_bytes == kept.tp_forward_bytes
+
+
+def test_tensor_ranks_that_share_what_a_stage_sends() -> None:
+    plan = {"tp": 4, "pp": 8, "dp_shard": 2, "micro_batch_size": 2}
+    whole, shared = sent(plan), sent(plan, shares_sends=1)
+    hidden = 2 * 4096 * DENSE.hidden_size * 2
+    assert whole.pp_send_bytes == hidden
+    assert shared.pp_send_bytes == hidden / 4 + 3 / 4 * hidden
+    assert shared.pp_send < whole.pp_send / 2
+    split = plan | {"sequence_parallel": True}
+    assert sent(split, shares_sends=1).pp_send_bytes == sent(split).pp_send_bytes == hidden / 4
 
 
 def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
