@@ -82,16 +82,24 @@ def layer_activations(
 
     by_product = 2 * stream + products  # the layer's input and its last product
     by_operation = np.asarray(recipe.selective_saves_products) > 0
+    by_selection = c.recompute == SELECTIVE
     kept, backward = [], []
     for ffn, width in ((dense_ffn, dense_width), (moe_ffn, moe_width)):
         everything = around + ffn
         selected = np.where(by_operation, by_product + width, everything - scores)
         now = _kept(c, stream, everything, selected)
         kept.append(now * (1 - c.offload_activations_ratio))
-        again = everything - np.where(c.recompute == SELECTIVE, selected, stream)
+        again = np.where(_starts_with_kept(shape, c), 0.0, everything - np.where(by_selection, selected, stream))
         working = recipe.working_tensors * t.e * t.whole * shape.hidden + recipe.working_widths * width
-        backward.append(np.where(c.recompute == NONE, 0.0, again) + working)
+        backward.append(again + working)
     return LayerActivations(stream, norms + inputs, kept[0], kept[1], backward[0], backward[1])
+
+
+def _starts_with_kept(shape: ModelShape, c: PlanColumns) -> np.ndarray:
+    """Whether the backward pass begins with a layer that kept everything: what is computed again later takes the place
+    of what such layers have freed by then. Layers 0, k, 2 k ... are recomputed."""
+    some = (c.recompute == EVERY_K) & (c.pp == 1) & ((shape.num_layers - 1) % c.recompute_period > 0)
+    return np.asarray((c.recompute == NONE) | some)
 
 
 @dataclass(frozen=True)

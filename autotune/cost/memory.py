@@ -138,7 +138,9 @@ def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShar
     ends = at_start * 1 + at_end
     uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
     layers = np.where(pp == 1, shape.num_layers, np.where(even, split, uneven))
-    leading = np.minimum(shape.num_leading_dense_layers, np.where(at_start, c.first_stage_layers, 0))
+    size = np.where(even, whole + (ranks < rest), np.where(at_start, c.first_stage_layers, inner))
+    before = np.where(at_start, 0, c.first_stage_layers + (ranks - 1) * size)
+    leading = np.clip(shape.num_leading_dense_layers - before, 0, np.where(pp == 1, shape.num_layers, size))
     density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
     moe = (layers - leading) * density
     held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
