@@ -99,7 +99,7 @@ def communication(
     c: PlanColumns,
     *,
     element_bytes: Number,
-    gradient_bytes: Number | None = None,
+    narrow_gradients: Number = 0,
     regathers: Number = 0,
     shares_sends: Number = 0,
     sends_once: Number = 0,
@@ -112,7 +112,7 @@ def communication(
         links: The networks.
         c: ``n`` plans.
         element_bytes: Of an activation and of a gathered parameter.
-        gradient_bytes: Of a gradient element on the wire; null for fp32 or wider, as the engine reduces.
+        narrow_gradients: 1 where gradients are reduced in ``element_bytes`` each; 0 in at least fp32, as in the engine.
         regathers: 1 where a split sequence is gathered again in the backward pass instead of kept (Megatron-LM).
         shares_sends: 1 where the tensor ranks of a stage each send a share of the activations to the next stage, which
             gathers them there (Megatron-LM of 2021, Narayanan et al. section 4.1; DeepSpeed).
@@ -120,7 +120,7 @@ def communication(
             as its routing allows (DeepEP); 0 for a copy per expert.
         expert_load: Tokens of the fullest expert-parallel rank over the mean, at least 1.
     """
-    x = _Inputs(shape, c, element_bytes, regathers, shares_sends, sends_once, expert_load, gradient_bytes)
+    x = _Inputs(shape, c, element_bytes, regathers, shares_sends, sends_once, expert_load, narrow_gradients)
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
     else:
@@ -147,12 +147,13 @@ class _Inputs:
     shares_sends: Number
     sends_once: Number
     expert_load: Number
-    given_gradient_bytes: Number | None
+    narrow_gradients: Number
 
     @property
     def gradient_bytes(self) -> Number:
         """Of a gradient element on the wire."""
-        return self.wide_bytes if self.given_gradient_bytes is None else self.given_gradient_bytes
+        narrow = np.asarray(self.narrow_gradients) > 0
+        return np.where(narrow, self.element_bytes, self.wide_bytes)
 
     @property
     def wide_bytes(self) -> Number:
@@ -177,7 +178,7 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        stack = (self.regathers, self.shares_sends, self.sends_once, self.expert_load, self.given_gradient_bytes or 0)
+        stack = (self.regathers, self.shares_sends, self.sends_once, self.expert_load, self.narrow_gradients)
         return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack))
 
     def take(self, rows: np.ndarray) -> _Inputs:

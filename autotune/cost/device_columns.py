@@ -140,8 +140,9 @@ class SoftwareColumns:
     imbalance_ratio: Number
     fused_attention: Number
     """1 where attention is one kernel."""
-    regathers: Number
+    narrow_gradients: Number
     """1 where true, here and below."""
+    regathers: Number
     shares_sends: Number
     sends_once: Number
 

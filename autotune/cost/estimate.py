@@ -221,6 +221,7 @@ def _work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication
         x.links,
         c,
         element_bytes=x.device.element_bytes,
+        narrow_gradients=x.software.narrow_gradients,
         regathers=x.software.regathers,
         shares_sends=x.software.shares_sends,
         sends_once=x.software.sends_once,

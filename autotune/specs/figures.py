@@ -113,6 +113,8 @@ class SoftwareFigures(Schema):
     """Tokens of the fullest expert rank above the mean, relative; benchmarks that force balance have 0."""
     fused_attention: bool = True
     """Whether attention is one kernel that keeps no score matrix."""
+    narrow_gradients: bool = False
+    """Whether gradients are reduced over data-parallel ranks in the compute dtype, not in fp32."""
     regathers: bool = False
     """Whether a split sequence is gathered again in the backward pass instead of kept, with nothing to hide it."""
     shares_sends: bool = False

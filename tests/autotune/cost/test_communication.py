@@ -156,6 +156,14 @@ def test_gradients_and_parameters_by_zero_stage() -> None:
     assert np.all((result.dp_reduce_bytes > 0) == (result.dp_reduce > 0))
 
 
+def test_gradients_in_the_compute_dtype() -> None:
+    plan = {"dp_shard": 16, "zero_stage": 1}
+    wide, narrow = sent(plan), sent(plan, narrow_gradients=1)
+    assert narrow.dp_reduce_bytes == wide.dp_reduce_bytes / 2
+    assert narrow.dp_gather_bytes == wide.dp_gather_bytes
+    assert sent(plan | {"precision": "fp32"}, narrow_gradients=1).dp_reduce_bytes == wide.dp_reduce_bytes
+
+
 def test_hybrid_sharding_reduces_shards_over_the_replicas() -> None:
     result = sent({"dp_replicate": 8, "dp_shard": 8, "zero_stage": 3}, batch=64)
     held = parameters_per_rank(DENSE, 1)
