@@ -69,7 +69,7 @@ class Stack:
 
     Args:
         name: Its name in ``software.yaml``.
-        pattern: Found in the source, address and remarks of its runs.
+        pattern: Found in the source, address, remarks and, at the end, precision of its runs.
         first_year: First year of the generation.
         zero_stage: ZeRO stage it uses.
         sequence_parallel: Whether it splits the sequence where tp > 1.
@@ -93,6 +93,10 @@ class Stack:
 STACKS = (
     Stack("simumax-megatron", r"simumax", 0, 1, True, overlap_dp=False, overlap_pp=False),
     Stack("megatron-deepspeed", r"megatron.?deepspeed|bigscience|vtrain", 0, 0, overlap_dp=False, overlap_pp=False),
+    Stack("megatron-bridge-nvfp4", r"(megatron.?bridge|MoE-ModelZoo).*\bnvfp4$", 0, 1, True, overlap_tp=True),
+    Stack(
+        "megatron-bridge-2606", r"megatron.?bridge.*\b(26\.(0[6-9]|1\d)|2[7-9]\.\d\d)\b", 2026, 1, True, overlap_tp=True
+    ),
     Stack("megatron-bridge-2026", r"megatron.?bridge|MoE-ModelZoo", 2026, 1, True, overlap_tp=True),
     Stack("megatron-bridge", r"megatron.?bridge|MoE-ModelZoo", 0, 1, True, overlap_tp=True),
     Stack("automodel", r"automodel", 0, 3),
@@ -100,13 +104,15 @@ STACKS = (
     Stack("mlperf-2025", r"mlperf|mlcommons", 2025, 1, True, overlap_tp=True),
     Stack("mlperf-2024", r"mlperf|mlcommons", 2024, 1, True, overlap_tp=True),
     Stack("mlperf-2023", r"mlperf|mlcommons", 0, 1, True, overlap_tp=True),
+    Stack("nemo-2024", r"dgxc.*v25\.0[12]", 0, 1, True, overlap_tp=True),
     Stack("nemo-2025", r"nemo|dgxc", 2025, 1, True, overlap_tp=True),
     Stack("nemo-2024", r"nemo|dgxc", 0, 1, True, overlap_tp=True),
-    Stack("megascale", r"megascale$|(figure|table)[^;|]*, megascale\b", 0, 2, True, overlap_tp=True),
+    Stack("megascale", r"(figure|table)[^;|]*, megascale\b", 0, 2, True, overlap_tp=True),
     Stack("llm-foundry-pure", r"llm-foundry.*mode pure", 0, 3),
     Stack("llm-foundry", r"llm-foundry|mosaicml", 0, 3),
     Stack("megatron-2024", r"llama 3 herd", 0, 2, True, overlap_tp=True),
     Stack("torchtitan-eager", r"torchtitan.*\beager\b", 0, 3, recompute="selective"),
+    Stack("torchtitan-rowwise", r"(torchtitan|torchao).*\bfp8-row\S*$", 2025, 3, True, recompute="selective"),
     Stack("torchtitan-2025", r"torchtitan|torchao", 2025, 3, True, recompute="selective"),
     Stack("torchtitan", r"torchtitan|torchao", 0, 3, True, recompute="selective"),
     Stack("fsdp", r"fms-fsdp|\bfsdp\b", 0, 3),
@@ -115,6 +121,7 @@ STACKS = (
     Stack("deepseek", r"deepseek", 0, 1),
     Stack("colossalai", r"colossal", 0, 1),
     Stack("deepspeed", r"deepspeed|neox|zero-3", 0, 1),
+    Stack("megatron-bridge", r"megatron.?(lm|core)", 2025, 1, True, overlap_tp=True),
     Stack("megatron-2024", r"megatron|megascale", 2024, 1, True),
     Stack(
         "megatron-2022", r"megatron|korthikanti|turing.?nlg|mt.nlg", 2022, 0, True, overlap_dp=False, overlap_pp=False
@@ -128,9 +135,9 @@ DEFAULT_STACK = Stack("default", "", zero_stage=1, sequence_parallel=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def stack_of(source: str, address: str, remarks: str, year: int) -> Stack:
-    """The training stack of a run, told from what its table says of its origin."""
-    text = f"{source} | {address} | {remarks}"
+def stack_of(source: str, address: str, remarks: str, year: int, precision: str = "") -> Stack:
+    """The training stack of a run, told from what its table says of its origin, and its precision where that tells."""
+    text = f"{source} | {address} | {remarks} | {precision}"
     for stack in STACKS:
         if year >= stack.first_year and re.search(stack.pattern, text, re.IGNORECASE):
             return stack
