@@ -48,7 +48,7 @@ def measure_steps(timer: Timer, *, seconds: float, threads_per_rank: int) -> lis
     samples = []
     context = timer.context
     runtime = RuntimeOptions.model_validate({"device": context.device.type, "threads_per_rank": threads_per_rank})
-    for case in (*_tiny_cases(context.world_size), *_real_cases(context.device)):
+    for case in (*_tiny_cases(context.world_size), *_real_cases(context.world_size, context.device)):
         plan = case.plan
         own = open_context(plan, runtime) if plan.world_size > 1 else ParallelContext(plan, context.device)
         for batch in case.batches:
@@ -113,24 +113,39 @@ def _tiny_cases(world_size: int) -> Iterator[Case]:
         yield Case(model, Plan(pp=world_size), (world_size, 4 * world_size), TINY_LENGTH)
 
 
-def _real_cases(device: torch.device) -> Iterator[Case]:
-    """Whole layers and a whole loss of a real size on one device, in each usual precision."""
-    hidden, length, layers = (320, 192, (1, 3)) if device.type == "cpu" else (4096, 4096, (1, 3))
-    for precision in ("fp32", "bf16") if device.type == "cpu" else ("bf16",):
-        for num_layers in layers:
-            model = ModelSpec(
-                num_layers=num_layers,
-                hidden_size=hidden,
-                num_heads=hidden // 64,
-                num_kv_heads=hidden // 64,
-                head_dim=64,
-                ffn_size=hidden * 11 // 4,
-                vocab_size=8 * hidden,
-                max_positions=length,
-            )
-            micro_batch = 4 if device.type == "cpu" else 1
+def _real_cases(world_size: int, device: torch.device) -> Iterator[Case]:
+    """Whole layers and a whole loss of a real size on one device, in each usual precision; then split in each way."""
+    on_cpu = device.type == "cpu"
+    length, micro_batch = (192, 4) if on_cpu else (4096, 1)
+    precisions = ("fp32", "bf16") if on_cpu else ("bf16",)
+    for precision in precisions:
+        for num_layers in (1, 3):
             plan = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precision})
-            yield Case(model, plan, (micro_batch,), length)
+            yield Case(_real_model(num_layers, world_size, on_cpu), plan, (micro_batch,), length)
+    if world_size > 1:
+        base = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precisions[0]})
+        few, many = _real_model(2, world_size, on_cpu), _real_model(2 * world_size, world_size, on_cpu)
+        yield Case(few, base.changed(tp=world_size), (2 * micro_batch,), length)
+        for zero_stage in (2, 3):
+            plan = base.changed(dp_shard=world_size, zero_stage=zero_stage)
+            yield Case(few, plan, (2 * micro_batch * world_size,), length)
+        yield Case(many, base.changed(pp=world_size), (2 * micro_batch * world_size,), length)
+
+
+def _real_model(num_layers: int, world_size: int, on_cpu: bool) -> ModelSpec:
+    head_dim, least_heads = (40, 8) if on_cpu else (128, 32)
+    heads = -(-least_heads // world_size) * world_size
+    hidden = heads * head_dim
+    return ModelSpec(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        ffn_size=hidden * 11 // 4 // world_size * world_size,
+        vocab_size=8 * hidden,
+        max_positions=8192,
+    )
 
 
 def _tiny_model(world_size: int, num_layers: int) -> ModelSpec:

@@ -182,9 +182,10 @@ def _elementwise(b: Basis, elements: Number, kernels: float, ratio: float | None
     """Operators that read and write so many elements in all, forward; half as many again backward."""
     k = b.coefficients
     ratio = k.memory_bound_ratio if ratio is None else ratio
-    seconds = (
-        elements * b.device.element_bytes * ratio / b.device.memory_bytes_per_second * b.software.memory_bound_ratio
+    width = np.where(
+        np.asarray(b.device.element_bytes) == 2, 4 * b.software.half_precision_ratio, b.device.element_bytes
     )
+    seconds = elements * width * ratio / b.device.memory_bytes_per_second * b.software.memory_bound_ratio
     return Passes(Work(0.0, 0.0, seconds, kernels), Work(0.0, 0.0, seconds * 1.5, kernels * k.backward_launch_ratio))
 
 

@@ -127,6 +127,7 @@ class SoftwareColumns:
     compute_ratio: Number
     attention_ratio: Number
     memory_bound_ratio: Number
+    half_precision_ratio: Number
     communication_ratio: Number
     host_ratio: Number
     tp_launches: Number

@@ -89,6 +89,9 @@ class SoftwareFigures(Schema):
     """Time of fused attention relative to the device's figure (generations of the kernel)."""
     memory_bound_ratio: Positive = 1.0
     """Time of element-wise operators relative to the device's figure (how many are fused)."""
+    half_precision_ratio: Positive = 0.5
+    """Time of element-wise operators in 16 bits relative to 32: half as long for half the bytes; longer where they
+    compute in 32 bits and convert."""
     fp8_ratio: Positive = 1.0
     """Rate of 8-bit products relative to the device's figure: recipes of scales differ."""
     communication_ratio: Positive = 1.0

@@ -23,6 +23,8 @@ TILES = ((128, 128), (128, 256), (256, 128), (64, 128))
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 FULL_HEAD, HEAD_EXPONENT = 128, 0.3
 """Smaller heads are slower: attention's rate goes with this power of their dimensions below the full ones."""
+LARGE_RANGE = 16
+"""The bandwidth is fitted to operands from this part of the largest on: smaller ones lie in the caches."""
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 1.0
 LEAST_LATENCY, LEAST_RATE = 1e-9, 1e-3
 
@@ -41,6 +43,7 @@ def device_figures(found: Measurement) -> tuple[DeviceFigures, dict[str, float]]
     """
     words = list(dict.fromkeys(sample.precision for sample in found.matmul))
     adds = [sample for sample in found.stream if sample.operator == "add"]
+    adds = [sample for sample in adds if sample.elements >= max(add.elements for add in adds) / LARGE_RANGE]
     if not words or not adds:
         raise UserError("the measurement has no matrix products or no memory-bound operators", hint="measure again")
     launch = found.launch_seconds
