@@ -188,7 +188,7 @@ def _run(row: Row, name: str, models: dict[tuple[Hashable, ...], ModelSpec]) -> 
     if sequence_length is None or batch is None:
         raise Unreadable("seq_len unknown" if sequence_length is None else "global_batch unknown")
     source, address, remarks = row.word("source"), row.word("url_or_repo_path"), row.word("notes")
-    stack = stack_of(source, address, remarks, row.count("year") or 0, row.word("precision"))
+    stack = stack_of(source, address, remarks, row.count("year") or 0)
     model = model_of(row, assumptions)
     model = models.setdefault((model.name, _shape(model), model.max_positions), model)
     *_, num_devices = degrees_of(row, assumptions)

@@ -305,7 +305,7 @@ def _precision(row: Row, assumptions: Assumptions) -> tuple[Precision, str]:
         assumptions.add("precision unknown: bf16")
         return "bf16", ""
     if "fp4" in text:
-        assumptions.add(f"precision {word}: products of 4 bits, priced as fp8 with the stack's factor")
+        assumptions.add(f"precision {word}: products of 4 bits, priced as fp8 with a factor")
         return "fp8", "nvfp4"
     if "fp8" in text or "float8" in text:
         recipe = "mxfp8" if "mx" in text else "fp8-rowwise" if re.search("row|sub|block", text) else "fp8"

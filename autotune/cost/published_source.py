@@ -69,7 +69,7 @@ class Stack:
 
     Args:
         name: Its name in ``software.yaml``.
-        pattern: Found in the source, address, remarks and, at the end, precision of its runs.
+        pattern: Found in the source, address and remarks of its runs.
         first_year: First year of the generation.
         zero_stage: ZeRO stage it uses.
         sequence_parallel: Whether it splits the sequence where tp > 1.
@@ -93,7 +93,6 @@ class Stack:
 STACKS = (
     Stack("simumax-megatron", r"simumax", 0, 1, True, overlap_dp=False, overlap_pp=False),
     Stack("megatron-deepspeed", r"megatron.?deepspeed|bigscience|vtrain", 0, 0, overlap_dp=False, overlap_pp=False),
-    Stack("megatron-bridge-nvfp4", r"(megatron.?bridge|MoE-ModelZoo).*\bnvfp4$", 0, 1, True, overlap_tp=True),
     Stack(
         "megatron-bridge-2606", r"megatron.?bridge.*\b(26\.(0[6-9]|1\d)|2[7-9]\.\d\d)\b", 2026, 1, True, overlap_tp=True
     ),
@@ -112,7 +111,6 @@ STACKS = (
     Stack("llm-foundry", r"llm-foundry|mosaicml", 0, 3),
     Stack("megatron-2024", r"llama 3 herd", 0, 2, True, overlap_tp=True),
     Stack("torchtitan-eager", r"torchtitan.*\beager\b", 0, 3, recompute="selective"),
-    Stack("torchtitan-rowwise", r"(torchtitan|torchao).*\bfp8-row\S*$", 2025, 3, True, recompute="selective"),
     Stack("torchtitan-2025", r"torchtitan|torchao", 2025, 3, True, recompute="selective"),
     Stack("torchtitan", r"torchtitan|torchao", 0, 3, True, recompute="selective"),
     Stack("fsdp", r"fms-fsdp|\bfsdp\b", 0, 3),
@@ -135,9 +133,9 @@ DEFAULT_STACK = Stack("default", "", zero_stage=1, sequence_parallel=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def stack_of(source: str, address: str, remarks: str, year: int, precision: str = "") -> Stack:
-    """The training stack of a run, told from what its table says of its origin, and its precision where that tells."""
-    text = f"{source} | {address} | {remarks} | {precision}"
+def stack_of(source: str, address: str, remarks: str, year: int) -> Stack:
+    """The training stack of a run, told from what its table says of its origin."""
+    text = f"{source} | {address} | {remarks}"
     for stack in STACKS:
         if year >= stack.first_year and re.search(stack.pattern, text, re.IGNORECASE):
             return stack

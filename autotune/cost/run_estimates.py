@@ -9,7 +9,7 @@ import numpy as np
 
 from autotune.cost.coefficients import coefficients
 from autotune.cost.communication import LinkColumns
-from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
+from autotune.cost.device_columns import FP8_RECIPES, DeviceColumns, SoftwareColumns
 from autotune.cost.estimate import step_time
 from autotune.cost.memory import memory
 from autotune.cost.memory_recipe import MemoryRecipe, recipe
@@ -56,9 +56,10 @@ def estimate_runs(runs: Sequence[PublishedRun], software: str | None = None) -> 
     stack = np.zeros(len(runs), dtype=np.int64) if software else table.software_index
     devices = [_figures(cluster.device_kind, cluster.figures) for cluster in table.clusters]
     machine, plans = table.cluster_index, table.plans
+    recipes = np.array([FP8_RECIPES.index(run.recipe) if run.recipe else 0 for run in runs])
     scope = Scope(
         shape=ModelShape.rows([ModelShape.of(model) for model in table.models], table.model_index),
-        device=DeviceColumns.rows(devices, machine, plans.precision),
+        device=DeviceColumns.rows(devices, machine, plans.precision, recipes),
         software=SoftwareColumns.rows(figures, stack),
         coefficients=coefficients(),
         links=LinkColumns.rows(table.clusters, machine),
