@@ -79,23 +79,16 @@ def memory(
         dropout: Whether there is dropout.
         imbalance: Tokens of the rank with the most, relative to the mean, with experts.
     """
-    n = len(c)
-    last = np.broadcast_to(np.asarray(c.pp), (n,)) - 1
-    ranks = np.stack([np.zeros_like(last), np.minimum(1, last), last])
-    parts, allocated = memory_of_ranks(
-        shape,
-        c,
-        recipe,
-        ranks,
-        num_states=num_states,
-        fused_attention=fused_attention,
-        dropout=dropout,
-        imbalance=imbalance,
-    )
-    fullest = allocated.argmax(axis=0)
-    rows = np.arange(n)
-    chosen = {name: part[fullest, rows] for name, part in parts.items()}
-    live = allocated[fullest, rows]
+    ranks = candidate_ranks(shape, c)
+    held = _held(
+        shape, c, recipe, ranks,
+        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance,
+    )  # fmt: skip
+    live = _peak(c, recipe, held)
+    masks = [live[0] >= live[1:].max(axis=0)] if len(ranks) > 1 else []
+    masks += [live[rank] >= live[rank + 1 :].max(axis=0) for rank in range(1, len(ranks) - 1)]
+    chosen = _parts(c, recipe, _Held(**{name: _pick(value, masks) for name, value in vars(held).items()}))
+    live = live.max(axis=0)
     reserved = live * (1 + recipe.slack_ratio)
     groups = sum((np.asarray(degree) > 1).astype(np.float64) for degree in (c.tp, c.pp, c.dp, c.cp, c.ep))
     fixed = overhead_bytes + (recipe.context_gib + recipe.group_gib * groups) * GIB
@@ -104,13 +97,34 @@ def memory(
     interval = recipe.interval_ratio
     return MemoryTable(
         parts=chosen,
-        fullest_stage=ranks[fullest, rows],
+        fullest_stage=_pick(ranks, masks),
         allocated_bytes=live,
         reserved_bytes=reserved,
         memory_bytes=total,
         low_bytes=total * (1 - interval),
         high_bytes=total * (1 + interval),
     )
+
+
+def candidate_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
+    """Pipeline ranks one of which is the fullest: the first and the last, and the second where a later stage may hold
+    more than the first. ``[k, n]``."""
+    last = np.broadcast_to(np.asarray(c.pp), (len(c),)) - 1
+    first = np.zeros_like(last)
+    grows = (c.largest_stage_layers > c.first_stage_layers) | (np.asarray(shape.num_leading_dense_layers) > 0)
+    if not np.any(grows):
+        return np.stack([first, last])
+    return np.stack([first, np.minimum(1, last), last])
+
+
+def _pick(values: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
+    """Of values of several ranks ``[k, n]`` those of the first rank whose mask holds, else of the last. ``[n]``."""
+    if np.ndim(values) < 2:
+        return values
+    found: np.ndarray = values[-1]
+    for rank in range(len(masks) - 1, -1, -1):
+        found = np.where(masks[rank], values[rank], found)
+    return found
 
 
 def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShare:
@@ -121,28 +135,33 @@ def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShar
         c: ``n`` plans.
         ranks: ``[k, n]``: pipeline ranks.
     """
-    pp, v = np.asarray(c.pp), np.asarray(c.virtual_stages)
+    pp, v = np.asarray(c.pp, dtype=np.float64), np.asarray(c.virtual_stages, dtype=np.float64)
     vee = ((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (pp > 1)
-    last = pp - 1
-    at_start, at_end = ranks == 0, np.where(vee, ranks == 0, ranks == last)
+    at_start = ranks == 0
+    at_end = np.where(vee, at_start, ranks == pp - 1)
     stages = pp * v
-    whole, rest = shape.num_layers // stages, shape.num_layers % stages
-    even = (c.first_stage_layers == whole + (rest > 0)) & (c.largest_stage_layers == whole + (rest > 0))
-    even = even & (c.last_stage_layers == whole)
+    whole = np.floor(shape.num_layers / stages)
+    rest = shape.num_layers - whole * stages
+    most = whole + (rest > 0)
+    even = (c.first_stage_layers == most) & (c.largest_stage_layers == most) & (c.last_stage_layers == whole)
     # Stages of a rank among the first `rest` ones, which have a layer more: rank, rank + pp ... (V: 2 pp - 1 - rank).
-    more = np.maximum(0, -((ranks - rest) // pp))
-    more = np.where(vee, (ranks < rest) * 1 + (2 * pp - 1 - ranks < rest), more)
-    split = v * whole + more
-    inner = (shape.num_layers - c.first_stage_layers - c.last_stage_layers) / np.maximum(stages - 2, 1)
-    inner = np.where(v > 1, inner, c.largest_stage_layers)
-    ends = at_start * 1 + at_end
-    uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
-    layers = np.where(pp == 1, shape.num_layers, np.where(even, split, uneven))
-    size = np.where(even, whole + (ranks < rest), np.where(at_start, c.first_stage_layers, inner))
-    before = np.where(at_start, 0, c.first_stage_layers + (ranks - 1) * size)
-    leading = np.clip(shape.num_leading_dense_layers - before, 0, np.where(pp == 1, shape.num_layers, size))
-    density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
-    moe = (layers - leading) * density
+    more = np.ceil(np.maximum(rest - ranks, 0) / pp)
+    if np.any(vee):
+        more = np.where(vee, (ranks < rest) * 1.0 + (2 * pp - 1 - ranks < rest), more)
+    layers, size = v * whole + more, whole + (ranks < rest)
+    if not np.all(even):
+        inner = (shape.num_layers - c.first_stage_layers - c.last_stage_layers) / np.maximum(stages - 2, 1)
+        inner = np.where(v > 1, inner, c.largest_stage_layers)
+        ends = at_start * 1.0 + at_end
+        uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
+        layers = np.where(even | (pp == 1), layers, uneven)
+        size = np.where(even, size, np.where(at_start, c.first_stage_layers, inner))
+    moe = 0.0 * layers
+    if np.any(shape.num_moe_layers):
+        before = np.where(at_start, 0, c.first_stage_layers + (ranks - 1) * size)
+        leading = np.clip(shape.num_leading_dense_layers - before, 0, np.where(pp == 1, shape.num_layers, size))
+        density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
+        moe = (layers - leading) * density
     held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
     return RankShare(layers - moe, moe, at_start * 1.0, at_end * 1.0, held)
 
@@ -173,46 +192,56 @@ def memory_of_ranks(
     Returns:
         Bytes by part and their sum, each ``[k, n]``; the overhead is not among them.
     """
-    share = rank_share(shape, c, ranks)
-    kinds = layer_activations(shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance)
-    parts = _states(shape, c, recipe, share, num_states)
-    moving = _moving(shape, c, recipe, share, kinds)
-    return _at_peak(c, recipe, parts, moving)
+    held = _held(
+        shape, c, recipe, ranks,
+        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance,
+    )  # fmt: skip
+    return _parts(c, recipe, held), _peak(c, recipe, held)
 
 
 @dataclass(frozen=True)
-class _States:
-    """Bytes that stay, ``[k, n]``, and what the collectives over them need."""
+class _Held:
+    """What is held at one moment or another, ``[k, n]`` or ``[n]`` where it is the same on every rank."""
 
     parameters: np.ndarray
     gradients: np.ndarray
     optimizer: np.ndarray
+    own: np.ndarray
+    """Fixed buffers, and what the optimizer step needs for itself."""
     gathered_for_head: np.ndarray
     """Parameters gathered while the loss is computed."""
     gathered_for_layer: np.ndarray
     """Parameters gathered while a layer's backward pass runs: its own and the next one's."""
     reduced: np.ndarray
     """Gradients of a layer on their way to their shards."""
-    own: np.ndarray
-    """Fixed buffers, and what the optimizer step needs for itself."""
-
-
-@dataclass(frozen=True)
-class _Moving:
-    """Bytes that come and go, ``[k, n]``."""
-
     activations: np.ndarray
     """Of all micro-batches in flight."""
     later: np.ndarray
     """The same without the first one: it is done when the first gradients are there."""
     layer: np.ndarray
-    """Of them, those of one layer and micro-batch."""
+    """Of the activations, those of one layer and micro-batch."""
     in_flight: np.ndarray
     logits: np.ndarray
     backward: np.ndarray
     """Within the backward pass of a layer."""
     sends: np.ndarray
     """Buffers of the pipeline."""
+
+
+def _held(
+    shape: ModelShape,
+    c: PlanColumns,
+    recipe: MemoryRecipe,
+    ranks: np.ndarray,
+    *,
+    num_states: Number,
+    fused_attention: Number,
+    dropout: Number,
+    imbalance: Number,
+) -> _Held:
+    share = rank_share(shape, c, ranks)
+    kinds = layer_activations(shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance)
+    return _Held(**_states(shape, c, recipe, share, num_states), **_moving(shape, c, recipe, share, kinds))
 
 
 def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:
@@ -239,7 +268,10 @@ def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:
     return share.has_embedding * (table + positions) + head * table
 
 
-def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, num_states: Number) -> _States:
+def _states(
+    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, num_states: Number
+) -> dict[str, np.ndarray]:
+    """The fields of ``_Held`` that come of parameters."""
     dense, moe, experts = layer_share(shape, c)
     ends = _ends(shape, c, share)
     common = share.dense_layers * dense + share.moe_layers * moe + ends
@@ -248,40 +280,51 @@ def _states(shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: Rank
     expert_shard = np.maximum(shard * c.tp / (np.asarray(c.ep, dtype=np.float64) * c.etp), 1.0)
     number, sharded = common + routed, common / shard + routed / expert_shard
 
+    def held(whole: Number, split: Number) -> np.ndarray:
+        """Bytes of so many per parameter whole and so many sharded."""
+        return np.asarray(whole * number + split * sharded)
+
+    def either(is_split: np.ndarray, size: Number) -> tuple[Number, Number]:
+        """``size`` bytes per parameter, whole or sharded."""
+        return np.where(is_split, 0.0, size), np.where(is_split, size, 0.0)
+
     e = element_bytes(c)
     half, stored_once, is_sharded = e == 2, np.asarray(recipe.shards_stored) > 0, shard > 1
     stage = np.asarray(c.zero_stage)
     first, second, third = stage >= 1, stage >= 2, stage >= 3
     is_free = third & ~((np.asarray(recipe.pipeline_keeps_gathered) > 0) & (c.pp > 1))
-    stored = np.where(half, recipe.master_bytes, e) * np.where(first & (half | stored_once) | third, sharded, number)
+    stored, stored_split = either(first & (half | stored_once) | third, np.where(half, recipe.master_bytes, e))
     copies = np.where(half | (stored_once & is_sharded), np.where(half, recipe.working_bytes, e), 0.0)
-    working = np.where(is_free & (is_sharded | ~stored_once), np.where(stored_once, 0.0, sharded), number)
     with_layers = stored_once & ~is_sharded & (np.asarray(recipe.recompute_frees_copies) > 0)
-    working = np.where(with_layers, working * (1 - recomputed_share(c)), working)
+    copies = copies * np.where(with_layers, 1 - recomputed_share(c), 1.0)
+    working, working_split = either(is_free & (is_sharded | ~stored_once), copies)
+    working_split = np.where(stored_once, 0.0, working_split)
+    onto_device = 1 - c.offload_parameters_ratio
 
     gradient = np.where(half, recipe.gradient_bytes, e)
     summed_whole = stored_once & (c.num_micro_batches > 1) & (~third | (c.pp > 1))
+    whole, split = either(second & ~summed_whole, gradient)
     further = np.where(np.asarray(c.precision) == BF16, recipe.bf16_gradient_bytes, 0.0)
-    gradients = gradient * np.where(second & ~summed_whole, sharded, number) + further * number
-    states = np.where(first, sharded, number)
+    state = num_states * np.where(half, recipe.state_bytes, e) * (1 - c.offload_optimizer_ratio)
+    buckets = np.where(is_sharded & (further == 0), recipe.bucket_bytes, 0.0)
 
     layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
     gathered = np.where(is_free & is_sharded, e, 0.0)
-    own = np.where(further > 0, 0.0, recipe.step_bytes * states + np.where(is_sharded, recipe.bucket_bytes, 0.0))
-    return _States(
-        parameters=(stored + copies * working) * (1 - c.offload_parameters_ratio),
-        gradients=gradients,
-        optimizer=num_states * np.where(half, recipe.state_bytes, e) * states * (1 - c.offload_optimizer_ratio),
-        gathered_for_head=gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.has_head * ends),
-        gathered_for_layer=gathered * 2 * layer,
-        reduced=np.where(second & is_sharded & stored_once, (e + gradient) * layer, 0.0),
-        own=own,
-    )
+    return {
+        "parameters": held((stored + working) * onto_device, (stored_split + working_split) * onto_device),
+        "gradients": held(whole + further, split),
+        "optimizer": held(*either(first, state)),
+        "own": held(*either(first, np.where(further > 0, 0.0, recipe.step_bytes))) + buckets,
+        "gathered_for_head": gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.has_head * ends),
+        "gathered_for_layer": np.asarray(gathered * 2 * layer),
+        "reduced": np.where(second & is_sharded & stored_once, (e + gradient) * layer, 0.0),
+    }
 
 
 def _moving(
     shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, kinds: LayerActivations
-) -> _Moving:
+) -> dict[str, np.ndarray]:
+    """The fields of ``_Held`` that come of tokens."""
     tp = np.asarray(c.tp, dtype=np.float64)
     has_dense, has_moe = share.dense_layers > 0, share.moe_layers > 0
     saved = share.dense_layers * kinds.dense + share.moe_layers * kinds.moe
@@ -291,59 +334,64 @@ def _moving(
     e = element_bytes(c)
     is_split = np.asarray(c.vocab_parallel) & (tp > 1)
     tokens = c.micro_batch_size * (c.sequence_length / np.asarray(c.cp, dtype=np.float64))
-    positions = share.has_head * tokens * shape.vocab / np.where(is_split, tp, 1.0)
+    positions = tokens * shape.vocab / np.where(is_split, tp, 1.0)
     wide = np.maximum(e, 4.0) * (recipe.wide_logit_copies + recipe.split_logit_copies * is_split)
     narrow = np.where(e < 4, e, 0.0) * recipe.logit_copies
 
-    sends = recipe.stage_buffers + recipe.stage_buffers_per_micro_batch * c.num_micro_batches
-    sends = (sends + recipe.keeps_stage_outputs * share.in_flight) * kinds.stream
-    sends = sends + recipe.keeps_stage_outputs * e * positions
-    return _Moving(
-        activations=share.in_flight * saved + share.has_head * kinds.end,
-        later=(share.in_flight - 1) * saved,
-        layer=np.maximum(has_dense * kinds.dense, has_moe * kinds.moe),
-        in_flight=share.in_flight,
-        logits=positions * (wide + narrow),
-        backward=backward + recipe.weight_gradient_bytes * matrix,
-        sends=np.where(c.pp > 1, sends, 0.0),
-    )
-
-
-def _at_peak(
-    c: PlanColumns, recipe: MemoryRecipe, states: _States, moving: _Moving
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Parts at the greatest of three moments: the loss; the backward pass of the last layer, first with the gradients
-    of its activations, then with those of its parameters; the end of the step with the gradients of all parameters.
-    """
-    outlive = np.asarray(recipe.logits_outlive) > 0
-    reducing = states.reduced - moving.layer
-    is_reducing = reducing > moving.backward
-    backward = np.maximum(moving.backward, reducing)
-    loss = moving.logits + states.gathered_for_head + np.where(outlive, backward, 0.0)
-    layer = backward + states.gathered_for_layer
-    at_loss = loss >= layer
-    with_layer = ~at_loss | outlive
-    # As many micro-batches are in flight once more after the first gradients only if there are more of them.
-    again = (recipe.preallocates_gradients > 0) | (c.num_micro_batches > moving.in_flight)
-    held = np.where(again, states.gradients, 0.0)
-    turn = moving.activations + np.maximum(loss, layer) + moving.sends + held
-    end = states.gradients + moving.later + np.maximum(moving.backward, states.reduced) + states.gathered_for_layer
-    at_turn = turn >= end
-
-    reduced = np.where(at_turn, with_layer & is_reducing, moving.backward < states.reduced)
-    gathered = np.where(at_turn & at_loss, states.gathered_for_head, states.gathered_for_layer)
-    working = np.where(reduced, 0.0, moving.backward * np.where(at_turn, with_layer, 1.0))
-    kept = np.where(at_turn, moving.activations - np.where(reduced, moving.layer, 0.0), moving.later)
-    parts = {
-        "parameters": states.parameters,
-        "gradients": np.where(at_turn, held, states.gradients),
-        "optimizer": states.optimizer,
-        "activations": kept + working,
-        "logits": np.where(at_turn & at_loss, moving.logits, 0.0),
-        "buffers": gathered
-        + np.where(reduced, states.reduced, 0.0)
-        + np.where(at_turn, moving.sends, 0.0)
-        + states.own,
+    buffers = recipe.stage_buffers + recipe.stage_buffers_per_micro_batch * c.num_micro_batches
+    is_pipelined = np.asarray(c.pp) > 1
+    kept = is_pipelined * recipe.keeps_stage_outputs
+    sends = (is_pipelined * buffers + kept * share.in_flight) * kinds.stream
+    return {
+        "activations": share.in_flight * saved + share.has_head * kinds.end,
+        "later": (share.in_flight - 1) * saved,
+        "layer": np.maximum(has_dense * kinds.dense, has_moe * kinds.moe),
+        "in_flight": share.in_flight,
+        "logits": share.has_head * (positions * (wide + narrow)),
+        "backward": backward + recipe.weight_gradient_bytes * matrix,
+        "sends": sends + share.has_head * (kept * e * positions),
     }
-    total = states.parameters + states.optimizer + states.own + np.maximum(turn, end)
-    return {name: np.broadcast_to(part, total.shape) for name, part in parts.items()}, total
+
+
+def _turn(c: PlanColumns, recipe: MemoryRecipe, x: _Held) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """At the turn from forward to backward pass: bytes needed for the loss, for the last layer's backward pass (first
+    its activations' gradients, then its parameters'), those held besides, and the gradients among them."""
+    backward = np.maximum(x.backward, x.reduced - x.layer)
+    loss = x.logits + x.gathered_for_head + np.where(np.asarray(recipe.logits_outlive) > 0, backward, 0.0)
+    # As many micro-batches are in flight once more after the first gradients only if there are more of them.
+    again = (np.asarray(recipe.preallocates_gradients) > 0) | (c.num_micro_batches > x.in_flight)
+    gradients = np.where(again, x.gradients, 0.0)
+    return loss, backward + x.gathered_for_layer, x.activations + x.sends + gradients, gradients
+
+
+def _end(x: _Held) -> np.ndarray:
+    """At the end of the step, with the gradients of all parameters: bytes that come and go."""
+    return np.asarray(x.gradients + x.later + np.maximum(x.backward, x.reduced) + x.gathered_for_layer)
+
+
+def _peak(c: PlanColumns, recipe: MemoryRecipe, x: _Held) -> np.ndarray:
+    """Live bytes at the greatest moment."""
+    loss, layer, besides, _ = _turn(c, recipe, x)
+    return np.asarray(x.parameters + x.optimizer + x.own + np.maximum(np.maximum(loss, layer) + besides, _end(x)))
+
+
+def _parts(c: PlanColumns, recipe: MemoryRecipe, x: _Held) -> dict[str, np.ndarray]:
+    """Live bytes at that moment, by part."""
+    loss, layer, besides, gradients = _turn(c, recipe, x)
+    at_loss = loss >= layer
+    at_turn = np.maximum(loss, layer) + besides >= _end(x)
+    with_layer = ~at_loss | (np.asarray(recipe.logits_outlive) > 0)
+    is_reducing = np.where(at_turn, with_layer & (x.reduced - x.layer > x.backward), x.backward < x.reduced)
+    gathered = np.where(at_turn & at_loss, x.gathered_for_head, x.gathered_for_layer)
+    working = np.where(is_reducing | (at_turn & ~with_layer), 0.0, x.backward)
+    kept = np.where(at_turn, x.activations - np.where(is_reducing, x.layer, 0.0), x.later)
+    sends = np.where(at_turn, x.sends, 0.0)
+    parts = {
+        "parameters": x.parameters,
+        "gradients": np.where(at_turn, gradients, x.gradients),
+        "optimizer": x.optimizer,
+        "activations": kept + working,
+        "logits": np.where(at_turn & at_loss, x.logits, 0.0),
+        "buffers": gathered + np.where(is_reducing, x.reduced, 0.0) + sends + x.own,
+    }
+    return {name: np.broadcast_to(part, kept.shape) for name, part in parts.items()}
