@@ -32,8 +32,9 @@ from engine.spec import ModelSpec
 
 COEFFICIENT_SPREAD = {
     "wave_share": 0.7,
-    "half_tile_ratio": 0.05,
+    "half_tile_ratio": 0.1,
     "misalignment": 0.7,
+    "scalar_access": 0.4,
     "gradient_product_ratio": 0.1,
     "grouped_ratio": 0.3,
     "attention_half_length": 0.7,
@@ -51,8 +52,10 @@ COEFFICIENT_SPREAD = {
     "backward_launch_ratio": 0.3,
     "step_kernels": 1.0,
     "host_sharpness": 0.3,
-    "optimizer_bytes": 0.5,
-    "accumulate_bytes": 0.3,
+    "framework_ratio": 0.3,
+    "host_skew": 0.5,
+    "optimizer_bytes": 0.3,
+    "accumulate_bytes": 0.5,
     "dp_hidden_ratio": 1.0,
     "tp_hidden_ratio": 1.0,
     "ep_hidden_ratio": 1.0,
@@ -71,15 +74,20 @@ SOFTWARE_SPREAD = {
     "compute_ratio": 0.12,
     "attention_ratio": 0.1,
     "memory_bound_ratio": 0.15,
-    "communication_ratio": 0.2,
-    "host_ratio": 0.3,
+    "communication_ratio": 0.15,
+    "tp_communication_ratio": 0.3,
+    "dp_communication_ratio": 0.4,
+    "pp_communication_ratio": 0.3,
+    "recompute_ratio": 0.3,
+    "expert_ratio": 0.15,
+    "host_ratio": 0.5,
     "fp8_ratio": 0.1,
 }
 """Factor of a stack -> standard deviation of its prior around 1."""
 
 ERROR = 0.08
 """Error of a step time that the loss counts as one standard deviation, of its logarithm."""
-FAMILY_WEIGHT_POWER = 0.5
+FAMILY_WEIGHT_POWER = 0.3
 """A family with ``k`` runs weighs ``k ** (1 - power)`` of them."""
 
 

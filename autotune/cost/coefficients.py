@@ -19,12 +19,14 @@ COEFFICIENTS_FILE = Path(__file__).with_name("coefficients.yaml")
 class Coefficients(Schema):
     """Figures of the formulas, in the order in which they are used."""
 
-    wave_share: Ratio = 0.4
+    wave_share: Ratio = 0.6
     """How much of the last wave's idle units shows: 0 none (tiles are cut to fit), 1 all."""
-    half_tile_ratio: Positive = 0.9
+    half_tile_ratio: Positive = 0.85
     """Rate of a product in tiles of half the width, relative to whole tiles; the faster is taken."""
     misalignment: NonNegative = 0.06
-    """Extra time of a matrix product per halving of a dimension's alignment below 64 elements, relative."""
+    """Extra time of a matrix product per halving of a dimension's alignment below 64 elements, down to 8, relative."""
+    scalar_access: NonNegative = 1.5
+    """Extra time where a dimension is no multiple of 8 elements, relative."""
     gradient_product_ratio: Positive = 1.0
     """Time of the backward pass's matrix products, relative to the same shapes forward."""
     grouped_ratio: Positive = 1.3
@@ -55,11 +57,15 @@ class Coefficients(Schema):
     """Device time of each kernel beyond its work, microseconds."""
     backward_launch_ratio: Positive = 1.4
     """Kernels of a backward pass over those of the forward pass."""
-    step_kernels: NonNegative = 200.0
-    """Kernels of an optimizer step besides those of each layer."""
+    step_kernels: NonNegative = 40.0
+    """Kernels of an optimizer step."""
     host_sharpness: Positive = 4.0
     """How sharply the slower of host and device sets the pace: exponent of the smooth maximum."""
-    optimizer_bytes: Positive = 30.0
+    framework_ratio: Positive = 2.0
+    """Host time of a kernel, framework and interpreter included, over the launch alone."""
+    host_skew: NonNegative = 0.05
+    """Host time that each further tensor-parallel rank adds, relative: a collective waits for the slowest host."""
+    optimizer_bytes: Positive = 34.0
     """Bytes moved per parameter in an optimizer step."""
     accumulate_bytes: Positive = 8.0
     """Bytes moved per parameter and micro-batch to add its gradient to the sum."""

@@ -19,8 +19,10 @@ from autotune.cost.shapes import ModelShape, Number
 
 ALIGNMENT = 64
 """Elements that a dimension is best a multiple of."""
+VECTOR = 8
+"""Elements that a unit loads at once (16 bytes of 16-bit numbers); it can't where rows begin in between."""
 VOCAB_MULTIPLE = 128
-"""The vocabulary is enlarged to a multiple of so many rows per tensor-parallel rank."""
+"""A vocabulary that is split is enlarged to a multiple of so many rows per tensor-parallel rank."""
 
 
 class Work(NamedTuple):
@@ -154,13 +156,14 @@ def _fp8_factor(b: Basis) -> Number:
 
 
 def _misalignment(k: Coefficients, columns: Number, depth: Number) -> Number:
-    """Factor on products whose contiguous dimensions are no multiple of ``ALIGNMENT``."""
-    halvings: Number = 0.0
+    """Factor on products whose contiguous dimensions are no multiple of ``ALIGNMENT``, or not even of ``VECTOR``."""
+    factor: Number = 1.0
     for dim in (columns, depth):
         whole = np.maximum(np.asarray(dim, dtype=np.float64).astype(np.int64), 1)
         lowest_bit = np.minimum(whole & -whole, ALIGNMENT)
-        halvings = halvings + np.log2(ALIGNMENT / lowest_bit)
-    return 1 + k.misalignment * halvings
+        halvings = np.log2(ALIGNMENT / np.maximum(lowest_bit, VECTOR))
+        factor = factor + k.misalignment * halvings + k.scalar_access * (lowest_bit < VECTOR)
+    return factor
 
 
 def _linear(b: Basis, inputs: Number, outputs: Number, tokens: Number, *, wide: bool = False) -> Passes:
@@ -296,14 +299,16 @@ def _experts(b: Basis) -> Passes:
 def _grouped(b: Basis, inputs: Number, outputs: Number, rows: Number, count: Number) -> Passes:
     """A linear layer of each of ``count`` experts over ``rows`` tokens each, in one grouped kernel."""
     k = b.coefficients
-    forward = matmul_seconds(b, rows, outputs, inputs, count) * k.grouped_ratio
+    ratio = k.grouped_ratio * b.software.expert_ratio
+    forward = matmul_seconds(b, rows, outputs, inputs, count) * ratio
     input_gradient = matmul_seconds(b, rows, inputs, outputs, count)
     weight_gradient = matmul_seconds(b, outputs, inputs, rows, count)
-    backward = (input_gradient + weight_gradient) * k.grouped_ratio * k.gradient_product_ratio
+    backward = (input_gradient + weight_gradient) * ratio * k.gradient_product_ratio
     elements = rows * count
+    launches = count * b.software.expert_launches
     return Passes(
-        Work(forward, 0.0, _cast_seconds(b, elements * inputs), 2.0),
-        Work(backward, 0.0, _cast_seconds(b, elements * outputs), 4.0),
+        Work(forward, 0.0, _cast_seconds(b, elements * inputs), 2.0 + launches),
+        Work(backward, 0.0, _cast_seconds(b, elements * outputs), 4.0 + 2 * launches),
     )
 
 
@@ -315,7 +320,7 @@ def _head(b: Basis) -> Passes:
     """Final norm, head and cross-entropy."""
     s, c = b.shape, b.c
     split = np.where(c.vocab_parallel > 0, c.tp, 1)
-    rows = np.ceil(s.vocab / (VOCAB_MULTIPLE * split)) * VOCAB_MULTIPLE
+    rows = np.where(split > 1, np.ceil(s.vocab / (VOCAB_MULTIPLE * split)) * VOCAB_MULTIPLE, s.vocab)
     product = _linear(b, s.hidden, rows, b.tokens, wide=True)
     loss = _elementwise(b, b.tokens * rows * 4, 8.0, b.coefficients.loss_ratio)
     norm = _elementwise(b, b.tokens * s.hidden / b.sequence_split * 2, 1.0)

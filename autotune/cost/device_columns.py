@@ -137,6 +137,9 @@ class SoftwareColumns:
     dp_communication_ratio: Number
     pp_communication_ratio: Number
     fp8_ratio: Number
+    recompute_ratio: Number
+    expert_ratio: Number
+    expert_launches: Number
     dp_overlap_ratio: Number
     imbalance_ratio: Number
     fused_attention: Number

@@ -92,7 +92,15 @@ class Stack:
 
 STACKS = (
     Stack("simumax-megatron", r"simumax", 0, 1, True, overlap_dp=False, overlap_pp=False),
-    Stack("megatron-deepspeed", r"megatron.?deepspeed|bigscience|vtrain", 0, 0, overlap_dp=False, overlap_pp=False),
+    Stack("megatron-deepspeed-node", r"vtrain.*single-node", 0, 0, overlap_dp=False, overlap_pp=False),
+    Stack(
+        "megatron-deepspeed",
+        r"megatron.?deepspeed|bigscience|vtrain|turing.?nlg|mt.nlg",
+        0,
+        0,
+        overlap_dp=False,
+        overlap_pp=False,
+    ),
     Stack(
         "megatron-bridge-2606", r"megatron.?bridge.*\b(26\.(0[6-9]|1\d)|2[7-9]\.\d\d)\b", 2026, 1, True, overlap_tp=True
     ),
@@ -118,13 +126,13 @@ STACKS = (
     Stack("primus", r"primus", 0, 1, True),
     Stack("deepseek", r"deepseek", 0, 1),
     Stack("colossalai", r"colossal", 0, 1),
-    Stack("deepspeed", r"deepspeed|neox|zero-3", 0, 1),
+    Stack("deepspeed", r"deepspeed|neox|zero-3|bloomberg", 0, 1),
     Stack("megatron-bridge", r"megatron.?(lm|core)", 2025, 1, True, overlap_tp=True),
     Stack("megatron-2024", r"megatron|megascale", 2024, 1, True),
     Stack(
         "megatron-2022", r"megatron|korthikanti|turing.?nlg|mt.nlg", 2022, 0, True, overlap_dp=False, overlap_pp=False
     ),
-    Stack("megatron-2021", r"megatron|narayanan|bloomberg", 0, 0, overlap_dp=False, overlap_pp=False),
+    Stack("megatron-2021", r"megatron|narayanan", 0, 0, overlap_dp=False, overlap_pp=False),
 )
 """Every stack that runs are told apart by; the first that fits counts."""
 

@@ -237,7 +237,7 @@ class MicroBatchTimes:
 def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) -> MicroBatchTimes:
     """The passes of a micro-batch from the work of single blocks and the seconds of single collectives."""
     forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
-    share = recompute_share(c)
+    share = recompute_share(c) * x.software.recompute_ratio
     blocks, kernels = forward.seconds(), forward.of("kernels")
     selective = (c.recompute == SELECTIVE) * work.attention_again.seconds
     return MicroBatchTimes(
@@ -245,7 +245,7 @@ def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communi
         backward,
         again=Blocks(blocks.dense * share + selective, blocks.moe * share + selective, 0.0, 0.0),
         kernels_again=Blocks(kernels.dense * share, kernels.moe * share, 0.0, 0.0),
-        launch=x.device.launch_seconds * x.software.host_ratio,
+        launch=launch_seconds(x) * (1 + x.coefficients.host_skew * (c.tp - 1)),
         pass_launches=x.software.pp_launches * (c.pp > 1),
         sharpness=x.coefficients.host_sharpness,
     )
@@ -301,6 +301,11 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
         {name: np.broadcast_to(parts[name], n) for name in TIME_PARTS},
         {name: np.broadcast_to(hidden[name], n) for name in HIDDEN_PARTS},
     )
+
+
+def launch_seconds(x: Scope) -> Number:
+    """Host time of one kernel."""
+    return x.device.launch_seconds * x.software.host_ratio * x.coefficients.framework_ratio
 
 
 def recompute_share(c: PlanColumns) -> np.ndarray:

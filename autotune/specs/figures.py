@@ -110,6 +110,12 @@ class SoftwareFigures(Schema):
     """The same of data-parallel communication."""
     pp_communication_ratio: Positive = 1.0
     """The same of sends between pipeline stages."""
+    recompute_ratio: Positive = 1.0
+    """Time of a forward pass that is done again, relative to the first time: parts of it may be kept or left out."""
+    expert_ratio: Positive = 1.0
+    """Time of the experts' grouped products relative to the device's figures."""
+    expert_launches: NonNegative = 2.0
+    """Kernels of a grouped linear layer for each expert, forward: products and casts that are not one kernel for all."""
     dp_overlap_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the data-parallel communication that may run beside compute, where the plan overlaps it."""
     imbalance_ratio: NonNegative = 0.1
