@@ -70,9 +70,9 @@ def devices_page() -> str:
         "# Devices of the catalogue",
         "",
         "Generated from `autotune/specs/hardware.yaml`. Peaks are from datasheets; figures and links are what programs",
-        "attain; `sustained_ratio`, `sustained_memory_ratio` and `interval_ratio` are fitted to published training runs",
-        "(`benchmarks/planner_accuracy.py`). [clusters.md](clusters.md) says how to name a cluster and how to state another",
-        "network.",
+        "attain; `sustained_ratio`, `sustained_memory_ratio` and `interval_ratio` are fitted to published runs of",
+        "training (`benchmarks/planner_accuracy.py`). [clusters.md](clusters.md) says how to name a cluster and how to",
+        "state another network.",
         "",
     ]
     for schema in (DeviceFigures, LinkFigures):
