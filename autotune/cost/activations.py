@@ -58,7 +58,7 @@ def layer_activations(
     *,
     fused_attention: Number,
     dropout: Number,
-    imbalance: Number,
+    imbalance_ratio: Number,
 ) -> LayerActivations:
     """Activations of each kind of layer.
 
@@ -68,12 +68,12 @@ def layer_activations(
         recipe: What the stack keeps.
         fused_attention: 1 where attention keeps no score matrix.
         dropout: 1 where there is dropout, whose masks are kept.
-        imbalance: Tokens of the rank with the most, relative to the mean, with experts.
+        imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
     """
     t = _Tokens.of(c, recipe)
     attention, scores, products = _attention(shape, c, recipe, t, fused_attention, dropout)
     dense_ffn, dense_width = _dense_ffn(shape, recipe, t)
-    moe_ffn, moe_width = _moe_ffn(shape, c, recipe, t, imbalance)
+    moe_ffn, moe_width = _moe_ffn(shape, c, recipe, t, imbalance_ratio)
     stream = t.e * t.split * shape.hidden
     tensors = np.where(shape.rms_norm, recipe.rms_norm_tensors, 1.0)
     norms = tensors * np.maximum(t.e, recipe.norm_saved_bytes) * t.split * shape.hidden
@@ -168,13 +168,14 @@ def _dense_ffn(shape: ModelShape, recipe: MemoryRecipe, t: _Tokens) -> tuple[Num
 
 
 def _moe_ffn(
-    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, t: _Tokens, imbalance: Number
+    shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, t: _Tokens, imbalance_ratio: Number
 ) -> tuple[Number, Number]:
     """Bytes kept by experts, shared experts and router, and by the first products and the experts' outputs.
 
     A token is held once for each expert it is sent to; ranks of tp share the tokens unless they share the experts.
     """
-    routed = t.whole * shape.experts_per_token * (c.etp / t.tp) * imbalance
+    fullest = 1 + imbalance_ratio * (1 - 1 / np.asarray(c.ep, dtype=np.float64))
+    routed = t.whole * shape.experts_per_token * (c.etp / t.tp) * fullest
     width = routed * shape.expert_ffn / c.etp + t.whole / t.tp * shape.shared_ffn
     copies = routed * shape.hidden * (t.e_input + t.e * recipe.expert_copies)
     router = 8 * t.split * shape.num_experts  # logits and probabilities in fp32

@@ -183,6 +183,7 @@ class Estimator:
             overhead_bytes=self.figures.overhead_gib * GIB,
             num_states=2 if self.optimizer == "adamw" else 1,
             fused_attention=self.software.fused_attention,
+            imbalance_ratio=self.software.imbalance_ratio,
         )  # fmt: skip
 
     def scope(self, c: PlanColumns) -> Scope:

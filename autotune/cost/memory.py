@@ -65,7 +65,7 @@ def memory(
     num_states: Number = 2,
     fused_attention: Number = True,
     dropout: Number = 0,
-    imbalance: Number = 1.0,
+    imbalance_ratio: Number = 0.0,
 ) -> MemoryTable:
     """Memory of the fullest rank of every plan.
 
@@ -77,12 +77,12 @@ def memory(
         num_states: Optimizer states per parameter: 2 for AdamW, 1 for SGD with momentum, 0 for plain SGD.
         fused_attention: Whether attention keeps no score matrix.
         dropout: Whether there is dropout.
-        imbalance: Tokens of the rank with the most, relative to the mean, with experts.
+        imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
     """
     ranks = candidate_ranks(shape, c)
     held = _held(
         shape, c, recipe, ranks,
-        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance,
+        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance_ratio=imbalance_ratio,
     )  # fmt: skip
     live = _peak(c, recipe, held)
     masks = [live[0] >= live[1:].max(axis=0)] if len(ranks) > 1 else []
@@ -175,7 +175,7 @@ def memory_of_ranks(
     num_states: Number,
     fused_attention: Number,
     dropout: Number,
-    imbalance: Number,
+    imbalance_ratio: Number,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Parts of live memory of given pipeline ranks.
 
@@ -187,14 +187,14 @@ def memory_of_ranks(
         num_states: See ``memory``.
         fused_attention: See ``memory``.
         dropout: See ``memory``.
-        imbalance: See ``memory``.
+        imbalance_ratio: See ``memory``.
 
     Returns:
         Bytes by part and their sum, each ``[k, n]``; the overhead is not among them.
     """
     held = _held(
         shape, c, recipe, ranks,
-        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance,
+        num_states=num_states, fused_attention=fused_attention, dropout=dropout, imbalance_ratio=imbalance_ratio,
     )  # fmt: skip
     return _parts(c, recipe, held), _peak(c, recipe, held)
 
@@ -237,10 +237,12 @@ def _held(
     num_states: Number,
     fused_attention: Number,
     dropout: Number,
-    imbalance: Number,
+    imbalance_ratio: Number,
 ) -> _Held:
     share = rank_share(shape, c, ranks)
-    kinds = layer_activations(shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance=imbalance)
+    kinds = layer_activations(
+        shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance_ratio=imbalance_ratio
+    )
     return _Held(**_states(shape, c, recipe, share, num_states), **_moving(shape, c, recipe, share, kinds))
 
 

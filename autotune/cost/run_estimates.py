@@ -76,6 +76,7 @@ def estimate_runs(runs: Sequence[PublishedRun], software: str | None = None) -> 
         overhead_bytes=np.array([device.overhead_gib for device in devices])[machine] * GIB,
         num_states=np.array([2 if run.optimizer == "adamw" else 1 for run in runs]),
         fused_attention=scope.software.fused_attention,
+        imbalance_ratio=scope.software.imbalance_ratio,
     )
     return RunEstimates(
         step_seconds=seconds,

@@ -72,7 +72,7 @@ def of_ranks(model: ModelSpec, plan: Plan, stack: str = "megatron", batch: int =
     c = columns(model, plan, batch=batch)
     parts, _ = memory_of_ranks(
         ModelShape.of(model), c, recipe(stack), np.arange(plan.pp)[:, None],
-        num_states=2, fused_attention=True, dropout=0, imbalance=1.0,
+        num_states=2, fused_attention=True, dropout=0, imbalance_ratio=0.0,
     )  # fmt: skip
     return {name: part[:, 0] for name, part in parts.items()}
 
@@ -198,7 +198,7 @@ def test_activations_are_those_of_korthikanti() -> None:
     c = columns(GPT, plan, selective, length=2048)
     kept = np.asarray(
         layer_activations(
-            ModelShape.of(GPT), c, recipe("megatron"), fused_attention=0.0, dropout=1.0, imbalance=1.0
+            ModelShape.of(GPT), c, recipe("megatron"), fused_attention=0.0, dropout=1.0, imbalance_ratio=0.0
         ).dense
     )
     tokens = 4 * 2048
@@ -234,17 +234,17 @@ def test_more_micro_batches_in_flight_on_earlier_ranks() -> None:
 
 
 def test_experts_keep_a_copy_of_a_token_for_each_choice() -> None:
-    def kept(experts_per_token: int, imbalance: float = 1.0) -> float:
+    def kept(experts_per_token: int, imbalance_ratio: float = 0.0) -> float:
         moe = MoESpec(num_experts=8, experts_per_token=experts_per_token, ffn_size=14336)
         return float(
-            estimate(MIXTRAL.changed(moe=moe), Plan(dp_shard=8, ep=8, precision="bf16"), imbalance=imbalance).parts[
-                "activations"
-            ][0]
+            estimate(
+                MIXTRAL.changed(moe=moe), Plan(dp_shard=8, ep=8, precision="bf16"), imbalance_ratio=imbalance_ratio
+            ).parts["activations"][0]
         )
 
     one, two, three = (kept(k) for k in (1, 2, 3))
     assert three - two == pytest.approx(two - one)
-    assert kept(2, imbalance=1.5) == pytest.approx(three)
+    assert kept(2, imbalance_ratio=0.5 * 8 / 7) == pytest.approx(three)
 
 
 def test_fused_attention_keeps_no_scores() -> None:
