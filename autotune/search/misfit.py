@@ -99,7 +99,7 @@ def _shorter_sequences(question: Question) -> Iterator[Variant]:
 def _verified(variant: Variant, seeds: Sequence[Plan]) -> Change | None:
     """The change with a plan that fits under it, by a search around the plans that need the least memory."""
     space = space_around(variant.question, seeds, variant.freed)
-    return measured(variant, explore(variant.question, space), None)
+    return measured(variant, explore(variant.question, space, must_fit=True), None)
 
 
 # ------------------------------------------------------------------------------------------------------ no legal plan

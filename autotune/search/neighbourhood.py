@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autotune.cost.columns import PlanColumns
-from autotune.cost.estimate import EstimateTable, estimate
+from autotune.cost.estimate import EstimateTable, Estimator, estimate
 from autotune.search.blocks import Expander, plan_at
 from autotune.search.estimated import EstimatedPlan, describe_estimates
 from autotune.search.plan_objectives import objective_costs
@@ -104,8 +104,8 @@ class Neighbourhood:
         return estimated(question, self.columns)
 
 
-def explore(question: Question, space: PlanSpace) -> Neighbourhood | None:
-    """Estimate every legal plan of a small space; None where there is none."""
+def explore(question: Question, space: PlanSpace, *, must_fit: bool = False) -> Neighbourhood | None:
+    """Estimate every legal plan of a small space; None where there is none, or with ``must_fit`` none that fits."""
     expander = Expander(space, RuleContext(question.model, question.cluster.num_devices))
     parts = [
         chunk.plans
@@ -113,7 +113,14 @@ def explore(question: Question, space: PlanSpace) -> Neighbourhood | None:
         for blocks in (expander.blocks(part),)
         for chunk in blocks.chunks(np.arange(len(blocks)), 2**20)
     ]
-    return estimated(question, _joined(parts)) if parts else None
+    if not parts:
+        return None
+    columns = _joined(parts)
+    if must_fit:  # memory alone is told much sooner
+        estimator = Estimator.of(question.model, question.cluster, software=question.software)
+        if estimator.memory(columns).high_bytes.min() > question.memory_limit_bytes:
+            return None
+    return estimated(question, columns)
 
 
 def estimated(question: Question, columns: PlanColumns) -> Neighbourhood:
