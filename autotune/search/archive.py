@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-_PROBES = 24
-"""Points of the front that rows are compared with before the exact comparison."""
+MAX_LEVELS = 16
+"""Levels of each cost beyond the second at which the front is asked whether it dominates a row."""
 
 
 def first_of_equals(costs: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -64,39 +64,50 @@ class Front:
     def dominates(self, costs: np.ndarray) -> np.ndarray:
         """``[n]`` bools: a point of the front is at least as good in every cost, and better in one.
 
-        With more than two costs only some points are asked: what they dominate is dominated, the rest is not known.
+        With more than two costs some that are dominated may not be told; what is told is.
         """
         if not len(self.costs):
             return np.zeros(len(costs), dtype=bool)
-        if self.costs.shape[1] == 2:
-            at = np.searchsorted(self.costs[:, 0], costs[:, 0], side="right") - 1
-            near = self.costs[np.maximum(at, 0)]
-            mask: np.ndarray = (at >= 0) & _dominates(near, costs)
-            return mask
-        found = np.zeros(len(costs), dtype=bool)
-        left = np.arange(len(costs))
-        for probe in self._probes():
-            hit = _dominates(probe, costs[left])
-            found[left[hit]] = True
-            left = left[~hit]
+        near = _near_point(self.costs, costs)
+        found: np.ndarray = (near >= 0) & _dominates(self.costs[np.maximum(near, 0)], costs)
         return found
 
-    def _probes(self) -> np.ndarray:
-        """Points spread over the front."""
-        if len(self.costs) <= _PROBES:
-            return self.costs
-        points: np.ndarray = self.costs[np.linspace(0, len(self.costs) - 1, _PROBES).round().astype(int)]
-        return points
+
+def _near_point(points: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """``[n]``: for each row of costs a point that is at least as good in every cost, -1 where none is found.
+
+    Two costs: of the points up to the first cost, the one with the least second cost. More: the points up to each of
+    some levels of the last cost are asked by the other costs.
+    """
+    if points.shape[1] <= 2:
+        order = np.lexsort(points.T[::-1])
+        sorted_points = points[order]
+        at = np.searchsorted(sorted_points[:, 0], costs[:, 0], side="right") - 1
+        last = sorted_points[:, -1]
+        least = np.minimum.accumulate(last)
+        place = np.maximum.accumulate(np.where(last == least, np.arange(len(last)), 0))
+        best = place[np.maximum(at, 0)]
+        good = (at >= 0) & (last[best] <= costs[:, -1])
+        return np.where(good, order[best], -1)
+    levels = np.unique(points[:, -1])
+    if len(levels) > MAX_LEVELS:
+        levels = levels[np.linspace(0, len(levels) - 1, MAX_LEVELS).round().astype(int)]
+    level = np.searchsorted(levels, costs[:, -1], side="right") - 1
+    near = np.full(len(costs), -1)
+    for i in np.unique(level[level >= 0]):
+        below, rows = np.flatnonzero(points[:, -1] <= levels[i]), np.flatnonzero(level == i)
+        found = _near_point(points[below][:, :-1], costs[rows][:, :-1])
+        near[rows] = np.where(found >= 0, below[np.maximum(found, 0)], -1)
+    return near
 
 
 def _dominates(points: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    weakly = (points[..., 0] <= costs[:, 0]) & (points[..., 1 % costs.shape[1]] <= costs[:, 1 % costs.shape[1]])
-    for i in range(2, costs.shape[1]):
-        weakly &= points[..., i] <= costs[:, i]
-    better = np.zeros(len(costs), dtype=bool)
+    """``[n]`` bools: each point is at least as good as its row of costs, and better in one."""
+    weakly, better = np.ones(len(costs), dtype=bool), np.zeros(len(costs), dtype=bool)
     for i in range(costs.shape[1]):
-        better |= points[..., i] < costs[:, i]
-    return np.asarray(weakly & better)
+        weakly &= points[:, i] <= costs[:, i]
+        better |= points[:, i] < costs[:, i]
+    return weakly & better
 
 
 Keys = Callable[[np.ndarray], np.ndarray]

@@ -36,21 +36,19 @@ from engine.schema import parse
 REDUNDANT = "redundant"
 """Counted for combinations that differ from another one only in a value that has no effect."""
 
-BLOCKS_AT_ONCE = 2**19
-"""Most combinations of the outer fields that are expanded at once (about 100 bytes each)."""
-
 _CONDITIONS = {
     name.removeprefix("plan."): text for name, text in IMPLICIT_CONDITIONS.items() if name.startswith("plan.")
 } | {
+    "zero_stage": "plan.dp_shard * plan.cp > 1",
     "overlap_tp": "plan.tp > 1",
     "overlap_pp": "plan.pp > 1",
     "overlap_dp": "plan.dp * plan.cp > 1",
 }  # fmt: skip
 """Fields have an effect only where these hold."""
 
-LARGE = 2**21
-"""Spaces of more combinations are searched in at least ``MIN_PARTS`` parts."""
-MIN_PARTS = 24
+COMBINATIONS_AT_ONCE = 6_000_000
+"""Combinations, legal or not, of a part of the space: enough for the arrays to be long, few enough for a search to be
+told soon what is found, and for a part's blocks to take little memory."""
 
 Columns = dict[str, np.ndarray]
 
@@ -186,7 +184,8 @@ class Expander:
 
     def __init__(self, space: PlanSpace, context: RuleContext) -> None:
         self.space, self.context = space, context
-        self.single = {n for n in (*OUTER_FIELDS, *INNER_FIELDS) if len(space.values[n]) == 1}
+        # Fields with one value are known from the start; etp = tp is only when tp is.
+        self.single = {n for n in (*OUTER_FIELDS, *INNER_FIELDS) if len(space.values[n]) == 1 and n != "etp"}
         rules = [rule for rule in RULES if rule.scope in space.scopes]
         self._rules = [(rule, fields_read(rule, context)) for rule in rules]
         known = frozenset(f"plan.{name}" for name in (*Plan.model_fields, "dp"))
@@ -201,8 +200,7 @@ class Expander:
 
         A slice takes every so many of the degrees, so that all slices are alike.
         """
-        outer = math.prod(len(self.space.values[name]) for name in OUTER_FIELDS) * len(self.space.degrees)
-        wanted = max(outer // BLOCKS_AT_ONCE, MIN_PARTS if self.space.num_combinations > LARGE else 1)
+        wanted = self.space.num_combinations // COMBINATIONS_AT_ONCE
         number = max(1, min(wanted, len(self.space.degrees)))
         return [slice(start, None, number) for start in range(number)]
 

@@ -6,6 +6,7 @@ They rest on what holds for any sensible cost model, and on nothing else:
   are at least 0);
 * those parts alone depend on the ZeRO stage, on the overlap of data-parallel communication and on offload; stragglers
   are a share of the rest that all plans of a block have alike;
+* recomputing nothing is the fastest, but for those parts;
 * splitting the sequence over the tensor-parallel ranks, and offload, never take more memory.
 
 A search checks every plan that it estimates against its block's bounds, and does without them if one is broken.
@@ -13,12 +14,14 @@ A search checks every plan that it estimates against its block's bounds, and doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from autotune.cost.estimate import Estimator
 from autotune.search.blocks import Blocks, Columns
+from autotune.search.plan_space import PlanSpace
 
 NOT_BOUNDED = ("dp", "optimizer", "offload")
 """Parts of the step time that the bound takes as 0."""
@@ -27,48 +30,70 @@ SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class BlockBounds:
+class MemoryBounds:
     """No plan of a block takes less; each ``[b]``."""
 
-    step_seconds: np.ndarray
     memory_bytes: np.ndarray
     memory_bytes_high: np.ndarray
     """Of the high end of the interval, which decides whether a plan fits."""
 
 
-def block_bounds(estimator: Estimator, blocks: Blocks, chunk_rows: int) -> BlockBounds:
-    """Bounds of every block.
+def memory_bounds(estimator: Estimator, blocks: Blocks, chunk_rows: int) -> MemoryBounds:
+    """Bounds on the memory of every block's plans.
 
     Args:
         estimator: The cost model.
         blocks: The blocks.
-        chunk_rows: Plans estimated at once.
+        chunk_rows: Plans computed at once.
     """
-    n = len(blocks)
-    seconds, held, high = np.zeros(n), np.zeros(n), np.zeros(n)
-    for kind, rows in enumerate(blocks.classes):
-        members = np.flatnonzero(blocks.kind == kind)
-        fastest = rows[fastest_rows(blocks.inner, rows)]
-        for some in _pieces(members, len(fastest), chunk_rows):
-            chunk = blocks.plans(some, fastest)
-            parts = dict(estimator.step_time(chunk.plans, same_work=chunk.same_work).parts)
-            straggler = parts.pop("straggler")
-            total = np.sum(list(parts.values()), axis=0)
-            bounded = total - np.sum([parts[name] for name in NOT_BOUNDED], axis=0)
-            seconds[some] = _least(bounded * (1 + straggler / total), len(some))
-        smallest = rows[smallest_rows(blocks.inner, rows)]
-        for some in _pieces(members, len(smallest), chunk_rows):
-            same = blocks.plans(some, smallest).same_memory
-            table = estimator.memory(same.plans)
-            held[some] = _least(table.memory_bytes[same.of_row], len(some))
-            high[some] = _least(table.high_bytes[same.of_row], len(some))
-    return BlockBounds(seconds * (1 - SLACK), held * (1 - SLACK), high * (1 - SLACK))
+    held, high = np.zeros(len(blocks)), np.zeros(len(blocks))
+    for some, rows in _pieces(blocks, np.arange(len(blocks)), smallest_rows, chunk_rows):
+        same = blocks.plans(some, rows).same_memory
+        table = estimator.memory(same.plans)
+        held[some] = _least(table.memory_bytes[same.of_row], len(some))
+        high[some] = _least(table.high_bytes[same.of_row], len(some))
+    return MemoryBounds(held * (1 - SLACK), high * (1 - SLACK))
 
 
-def bounds_of(blocks: Blocks, bounds: BlockBounds, numbers: np.ndarray) -> BlockBounds:
-    """The bounds that plans, by their numbers ``[n]``, have from their blocks; each ``[n]``."""
-    block = np.searchsorted(blocks.index, numbers // blocks.num_inner)
-    return BlockBounds(*(getattr(bounds, f.name)[block] for f in fields(bounds)))
+def time_bounds(estimator: Estimator, blocks: Blocks, which: np.ndarray, chunk_rows: int) -> np.ndarray:
+    """Bounds on the step time of the plans of some blocks, seconds.
+
+    Args:
+        estimator: The cost model.
+        blocks: The blocks.
+        which: ``[w]`` indices of blocks.
+        chunk_rows: Plans computed at once.
+
+    Returns:
+        ``[b]``, with 0 for the other blocks.
+    """
+    seconds = np.zeros(len(blocks))
+    for some, rows in _pieces(blocks, which, fastest_rows, chunk_rows):
+        chunk = blocks.plans(some, rows)
+        parts = dict(estimator.step_time(chunk.plans, same_work=chunk.same_work).parts)
+        straggler = parts.pop("straggler")
+        total = np.sum(list(parts.values()), axis=0)
+        bounded = total - np.sum([parts[name] for name in NOT_BOUNDED], axis=0)
+        seconds[some] = _least(bounded * (1 + straggler / total), len(some))
+    return seconds * (1 - SLACK)
+
+
+def without_recompute(space: PlanSpace, blocks: Blocks) -> np.ndarray:
+    """``[b]``: for each block the one that differs only in that nothing is recomputed; -1 where there is none."""
+    periods = blocks.sizes["recompute_period"]
+    kinds = blocks.sizes["recompute"]
+    place = kinds * periods
+    if "none" not in space.values["recompute"]:
+        return np.full(len(blocks), -1)
+    none = space.values["recompute"].index("none") * periods
+    group = blocks.index // place
+    sibling = np.full(len(blocks), -1)
+    bare = np.flatnonzero((blocks.index % place >= none) & (blocks.index % place < none + periods))
+    at = np.searchsorted(group[bare], group)
+    found = at < len(bare)
+    found[found] = group[bare[at[found]]] == group[found]
+    sibling[found] = bare[at[found]]
+    return sibling
 
 
 def fastest_rows(inner: Columns, rows: np.ndarray) -> np.ndarray:
@@ -94,9 +119,16 @@ def _minimal(measures: np.ndarray, same: np.ndarray) -> np.ndarray:
     return np.flatnonzero(~strictly.any(axis=0))
 
 
-def _pieces(members: np.ndarray, rows_each: int, chunk_rows: int) -> list[np.ndarray]:
-    step = max(1, chunk_rows // max(1, rows_each))
-    return [members[start : start + step] for start in range(0, len(members), step)]
+def _pieces(
+    blocks: Blocks, which: np.ndarray, choose: Callable[[Columns, np.ndarray], np.ndarray], chunk_rows: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Blocks of one class, as many as make a chunk, and the inner rows that are chosen among those of the class."""
+    for kind, rows in enumerate(blocks.classes):
+        members = which[blocks.kind[which] == kind]
+        chosen = rows[choose(blocks.inner, rows)]
+        step = max(1, chunk_rows // max(1, len(chosen)))
+        for start in range(0, len(members), step):
+            yield members[start : start + step], chosen
 
 
 def _least(values: np.ndarray, num_blocks: int) -> np.ndarray:

@@ -20,8 +20,8 @@ import numpy as np
 from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.estimate import EstimateTable, Estimator
 from autotune.search.archive import Best, Front, first_of_equals, non_dominated
-from autotune.search.blocks import Chunk, Counts, Expander, plan_at
-from autotune.search.bounds import SLACK, BlockBounds, block_bounds, bounds_of
+from autotune.search.blocks import Blocks, Chunk, Counts, Expander, plan_at
+from autotune.search.bounds import SLACK, MemoryBounds, memory_bounds, time_bounds, without_recompute
 from autotune.search.plan_objectives import (
     PlanObjective,
     Prices,
@@ -40,6 +40,8 @@ CHUNK_ROWS = 2**15
 """Rows that are estimated at once; their intermediate arrays stay in the processor's caches."""
 MAX_LAYERS = 64
 """Layers of blocks that are told apart by how good their bounds are."""
+PIECES_OF_CHUNKS = 4
+"""Chunks' worth of plans of the other blocks that are estimated before it is asked again which blocks are of use."""
 
 Progress = Callable[[float], None]
 """Told the share of the search that is done, 0 to 1. What it raises ends the search."""
@@ -300,40 +302,84 @@ def _search_part(job: Job, known: Archive, part: slice) -> PartResult:
         for chunk in blocks.chunks(np.arange(len(blocks)), job.chunk_rows):
             _evaluate(job, result, chunk)
         return result
-    bounds = block_bounds(job.estimator, blocks, job.chunk_rows)
-    fits = bounds.memory_bytes_high <= job.max_memory_bytes
+    held = memory_bounds(job.estimator, blocks, job.chunk_rows)
+    fits = held.memory_bytes_high <= job.max_memory_bytes
     result.counts.pruned_by_memory += int(blocks.num_plans[~fits].sum())
-    left = np.flatnonzero(fits)
-    costs = job.costs(bounds.step_seconds, bounds.memory_bytes, blocks.columns()) * (1 - SLACK)
-    for layer in _layers(costs[left], blocks.num_plans[left], job.chunk_rows):
-        some = left[layer]
-        useless = result.archive.has_no_use_for(costs[some])
-        result.counts.pruned += int(blocks.num_plans[some[useless]].sum())
-        some = some[~useless]
+    bounds = _Bounds(job, blocks, held)
+    left = bounds.of_use(np.flatnonzero(fits), result)
+    for layer in _layers(bounds.costs[left], blocks.num_plans[left], job.chunk_rows):
+        some = bounds.without_useless(left[layer], bounds.costs[left[layer]], result)
         for chunk in blocks.chunks(some, job.chunk_rows):
-            _evaluate(job, result, chunk, bounds_of(blocks, bounds, chunk.numbers))
+            _evaluate(job, result, chunk, bounds)
     return result
+
+
+class _Bounds:
+    """The bounds of the blocks of a part, and the costs they amount to."""
+
+    def __init__(self, job: Job, blocks: Blocks, held: MemoryBounds) -> None:
+        self._job, self._blocks, self._held = job, blocks, held
+        self._columns = blocks.columns()
+        self._seconds = np.zeros(len(blocks))
+        self.costs = np.zeros((len(blocks), len(job.objectives)))
+        """``[b, k]``."""
+
+    def of_use(self, which: np.ndarray, result: PartResult) -> np.ndarray:
+        """Compute the bounds of blocks ``which``, but of those that are of no use as it is: what recomputes nothing is
+        estimated first, and is a bound for its siblings."""
+        job, blocks = self._job, self._blocks
+        bare = without_recompute(job.space, blocks)
+        first = np.unique(bare[which])
+        first = first[first >= 0]
+        seconds = time_bounds(job.estimator, blocks, first, job.chunk_rows)
+        self._seconds[which] = np.where(bare[which] >= 0, seconds[bare[which]], 0.0)
+        which = self.without_useless(which, self._costs(which), result)
+        rest = np.setdiff1d(which, first, assume_unique=True)
+        self._seconds[rest] = time_bounds(job.estimator, blocks, rest, job.chunk_rows)[rest]
+        self.costs[which] = self._costs(which)
+        return which
+
+    def without_useless(self, which: np.ndarray, costs: np.ndarray, result: PartResult) -> np.ndarray:
+        """Those of the blocks ``which`` that may hold something of use, with costs of at least ``costs``."""
+        useless = result.archive.has_no_use_for(costs)
+        result.counts.pruned += int(self._blocks.num_plans[which[useless]].sum())
+        return which[~useless]
+
+    def _costs(self, which: np.ndarray) -> np.ndarray:
+        memory = self._held.memory_bytes[which]
+        return self._job.costs(self._seconds[which], memory, self._columns.take(which)) * (1 - SLACK)
+
+    def hold(self, table: EstimateTable, numbers: np.ndarray) -> bool:
+        """Whether estimated plans are within their blocks' bounds."""
+        block = np.searchsorted(self._blocks.index, numbers // self._blocks.num_inner)
+        return bool(
+            (table.step_seconds >= self._seconds[block]).all()
+            and (table.memory_bytes >= self._held.memory_bytes[block]).all()
+            and (table.memory_bytes_high >= self._held.memory_bytes_high[block]).all()
+        )
 
 
 def _layers(costs: np.ndarray, num_plans: np.ndarray, least_plans: int) -> Iterator[np.ndarray]:
     """Blocks with the best bounds first: indices of the front of the bounds, of the front of the others, and so on,
-    joined until they have ``least_plans`` plans. The layers grow, as few blocks are left of use after the first."""
-    left = first_of_equals(costs, np.arange(len(costs))) if len(costs) else np.zeros(0, np.int64)
+    joined until they have ``least_plans`` plans. After some layers, few of the blocks left are of any use."""
+    left = first_of_equals(costs, np.arange(len(costs)))
     twins = np.setdiff1d(np.arange(len(costs)), left)
     waiting: list[np.ndarray] = []
+    plans = 0
     for _ in range(MAX_LAYERS):
-        if not len(left):
-            break
         best = non_dominated(costs[left])
         waiting.append(left[best])
+        plans += int(num_plans[left[best]].sum())
         left = left[~best]
-        if sum(int(num_plans[layer].sum()) for layer in waiting) >= least_plans:
+        if plans >= least_plans:
             yield np.concatenate(waiting)
-            waiting = []
-    yield np.concatenate([*waiting, left, twins])
+            waiting, plans = [], 0
+    rest = np.concatenate([*waiting, left, twins])
+    place = np.cumsum(num_plans[rest]) // (PIECES_OF_CHUNKS * least_plans)
+    yield from np.split(rest, np.flatnonzero(np.diff(place)) + 1)
 
 
-def _evaluate(job: Job, result: PartResult, chunk: Chunk, bounds: BlockBounds | None = None) -> None:
+def _evaluate(job: Job, result: PartResult, chunk: Chunk, bounds: _Bounds | None = None) -> None:
     """Estimate plans and keep what is of use."""
     numbers = chunk.numbers
     table = job.estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=chunk.same_memory)
@@ -341,11 +387,7 @@ def _evaluate(job: Job, result: PartResult, chunk: Chunk, bounds: BlockBounds | 
     result.counts.evaluated += len(numbers)
     result.counts.evaluated_not_fitting += len(numbers) - int(np.count_nonzero(fits))
     if bounds is not None:
-        result.bounds_hold &= bool(
-            (table.step_seconds >= bounds.step_seconds).all()
-            and (table.memory_bytes >= bounds.memory_bytes).all()
-            and (table.memory_bytes_high >= bounds.memory_bytes_high).all()
-        )
+        result.bounds_hold &= bounds.hold(table, numbers)
     if fits.any():
         costs = job.costs(table.step_seconds, table.memory_bytes, chunk.plans)
         result.archive.add(job, costs[fits], numbers[fits])

@@ -99,7 +99,8 @@ def objective_costs(
     objectives: Sequence[PlanObjective], seconds: np.ndarray, memory: np.ndarray, columns: PlanColumns, prices: Prices
 ) -> np.ndarray:
     """``[n, k]`` positive costs, lower is better, rounded to 32 bits of mantissa."""
-    costs = objective_values(objectives, seconds, memory, columns, prices)
+    with np.errstate(divide="ignore"):  # where nothing is known of the time, the bound of 0 s is a cost of 0 too
+        costs = objective_values(objectives, seconds, memory, columns, prices)
     for i, name in enumerate(objectives):
         if OBJECTIVES[name].direction == "maximize":
             costs[:, i] = 1.0 / costs[:, i]
