@@ -2,9 +2,9 @@
 
 A pipeline rank holds parameters of its layers (with the embedding or the head at the ends), their gradients and
 optimizer states under ZeRO, and the activations of the micro-batches in flight. Two moments can be the peak: the turn
-from forward to backward pass, with all activations and the logits, and the end of the step, with all gradients and what
-the optimizer needs. The first, the second and the last rank are computed for every plan and the fullest is told: in
-between, layers and micro-batches in flight only fall.
+from forward to backward pass, with all activations and the logits, and the end of the step, with all gradients. The
+first and the last rank are worked out for every plan, and the second where a later stage may hold more than the first;
+the fullest is told. In between, layers and micro-batches in flight only fall.
 """
 
 from __future__ import annotations
