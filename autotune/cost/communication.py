@@ -58,10 +58,8 @@ class Communication:
     dp_gather: Number
     """Gather of the updated parameters per step, of ZeRO 1 and 2, on the fullest pipeline rank."""
     shard_gather: Number
-    """ZeRO 3: gather of the fullest pipeline rank's parameters for one pass."""
-    shard_kept: Number
-    """Of that, what stays gathered from the forward to the backward pass (the head), so that half of the passes gather
-    it."""
+    """ZeRO 3: gather of the fullest pipeline rank's parameters, mean of its passes: without a pipeline the head stays
+    gathered from the forward to the backward pass."""
     shard_passes: Number
     """ZeRO 3: passes of a step that gather, forward and backward."""
     vocab_first_forward: Number
@@ -85,7 +83,6 @@ class Communication:
     dp_reduce_bytes: Number
     dp_gather_bytes: Number
     shard_gather_bytes: Number
-    shard_kept_bytes: Number
     vocab_first_forward_bytes: Number
     vocab_first_backward_bytes: Number
     vocab_last_forward_bytes: Number
@@ -339,7 +336,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         summed = groups.all_reduce(whole, gradients)
         reduce = reduce + scattered.where(stage > 0, summed) * held.messages
         gather = gather + groups.all_gather(shard, message * x.element_bytes) * held.messages
-    kept = groups.all_gather(groups.shard, held.head * x.element_bytes)
+    kept = groups.all_gather(groups.shard, held.head * x.element_bytes).where(c.pp == 1, NOTHING)
     # Wherever there are tensor ranks: whether they split the sequence is not part of a step's key.
     # Where each micro-batch is reduced, its gradients are not yet accumulated in fp32.
     norms = (
@@ -351,8 +348,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     return {
         "dp_reduce": reduce,
         "dp_gather": gather.where((stage == 1) | (stage == 2), NOTHING),
-        "shard_gather": gather.where(stage == 3, NOTHING),
-        "shard_kept": kept.where((stage == 3) & (c.pp == 1), NOTHING),
+        "shard_gather": (gather + kept * -0.5).where(stage == 3, NOTHING),
         "tp_step": groups.all_reduce(groups.tp, norms),
         "tied_reduce": groups.all_reduce(groups.pp, tied).where(np.asarray(shape.tied) > 0, NOTHING),
     }
