@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "Train a run file, with live retuning when asked.",
     "monitor": "Watch a live run in the terminal.",
     "studies": "List, show and stop studies.",
+    "profile": "Measure this machine, so that plans are estimated for it.",
     "doctor": "Say what this machine has, and what is missing for what.",
 }
 """Command name -> one line of help, in the order people need them."""

@@ -96,6 +96,12 @@ class ClusterSpec(Schema):
         """Devices of all nodes."""
         return self.devices_per_node * self.num_nodes
 
+    @property
+    def is_rough(self) -> bool:
+        """Whether its figures are rough: those of the catalogue for a CPU, which stand for no machine in particular.
+        ``autotune profile`` measures better ones."""
+        return self.device == "cpu" and self.figures is not None and self.measured is None
+
     def describe(self) -> str:
         """One line for people."""
         nodes = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""

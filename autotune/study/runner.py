@@ -68,10 +68,14 @@ def engine_command(config: RunConfig, folder: Path) -> list[str]:
     """The command that trains ``config`` with results in ``folder``. ``-P`` and PYTHONSAFEPATH keep a user's own folder
     named ``engine`` from standing in for ours."""
     program = ["-m", "engine.train", str(folder / RUN_FILE), "--folder", str(folder)]
-    world = config.plan.world_size
-    if world == 1:
+    return launch_command(program, config.plan.world_size)
+
+
+def launch_command(program: Sequence[str], num_ranks: int) -> list[str]:
+    """The command that runs a program (``-m NAME ...``) as one process, or as several under torchrun."""
+    if num_ranks == 1:
         return [sys.executable, "-P", *program]
-    launch = ["--standalone", f"--nproc-per-node={world}"]
+    launch = ["--standalone", f"--nproc-per-node={num_ranks}"]
     launch.append(f"--log-dir={os.devnull}")  # else each launch makes a folder in /tmp, which stays when it is killed
     return [sys.executable, "-P", "-m", "torch.distributed.run", *launch, *program]
 
@@ -201,11 +205,47 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     # torchrun passes SIGTERM on to its ranks; a single process needs no such courtesy.
     death_signal = signal.SIGTERM if config.plan.world_size > 1 else signal.SIGKILL
+    return start_child(
+        command,
+        folder,
+        mark=mark,
+        devices=devices,
+        threads_per_rank=config.runtime.threads_per_rank,
+        death_signal=death_signal,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def start_child(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    mark: str,
+    devices: Devices | None,
+    threads_per_rank: int,
+    death_signal: signal.Signals,
+    stdout: int,
+    stderr: int,
+) -> subprocess.Popen[bytes]:
+    """Start a program of the engine as trials are: on its devices' cores, with its share of threads, tied to the
+    calling thread, marked.
+
+    Args:
+        command: The program.
+        folder: Its working folder.
+        mark: What all its processes carry (``processes.new_mark``).
+        devices: Devices to use alone; None for all.
+        threads_per_rank: CPU threads of each of its processes.
+        death_signal: What it gets when the calling thread ends.
+        stdout: As for ``Popen``.
+        stderr: As for ``Popen``.
+    """
     cpus = ",".join(map(str, devices.cpus)) if devices else ""
     environment = engine_environment() | {
         MARK: mark,
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(config.runtime.threads_per_rank),
+        "OMP_NUM_THREADS": str(threads_per_rank),
     }
     if devices is not None and devices.visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices.visible
@@ -215,8 +255,8 @@ def _start(
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
+        stdout=stdout,
+        stderr=stderr,
         start_new_session=True,  # Ctrl-C in the terminal reaches the driver alone, which decides
     )
 
