@@ -46,7 +46,7 @@ class Communication:
     tp_step: Number
     """Per step: gradients of norms that sequence parallelism leaves in parts."""
     cp_forward: Number
-    """Keys and values on their way around the ring, of one layer."""
+    """Keys and values of one layer, to all context ranks."""
     cp_backward: Number
     ep_forward: Number
     """Dispatch and combine of one layer with experts."""
@@ -100,6 +100,7 @@ def communication(
     regathers: Number = 0,
     shares_sends: Number = 0,
     sends_once: Number = 0,
+    gathers_keys: Number = 0,
     expert_load: Number = 1.0,
 ) -> Communication:
     """What a table of plans sends, and how long that takes alone.
@@ -115,9 +116,13 @@ def communication(
             gathers them there (Megatron-LM of 2021, Narayanan et al. section 4.1; DeepSpeed).
         sends_once: 1 where a token goes once to a node however many of its experts are there, at most to as many nodes
             as its routing allows (DeepEP); 0 for a copy per expert.
+        gathers_keys: 1 where context ranks gather all keys and values at once (Llama 3, TorchTitan); 0 where they pass
+            them on around a ring, beside the attention.
         expert_load: Tokens of the fullest expert-parallel rank over the mean, at least 1.
     """
-    x = _Inputs(shape, c, element_bytes, regathers, shares_sends, sends_once, expert_load, narrow_gradients)
+    x = _Inputs(
+        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, expert_load, narrow_gradients
+    )
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
     else:
@@ -143,6 +148,7 @@ class _Inputs:
     regathers: Number
     shares_sends: Number
     sends_once: Number
+    gathers_keys: Number
     expert_load: Number
     narrow_gradients: Number
 
@@ -175,8 +181,8 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        stack = (self.regathers, self.shares_sends, self.sends_once, self.expert_load, self.narrow_gradients)
-        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack))
+        stack = (self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.expert_load)
+        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack, self.narrow_gradients))
 
     def take(self, rows: np.ndarray) -> _Inputs:
         """Some of the rows."""
@@ -245,14 +251,15 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     # Keys and values of one rank; with more tensor ranks than heads each head is held by several.
     heads = np.maximum(shape.num_kv_heads / c.tp, 1.0)
     keys = x.tokens * heads * (shape.query_key_dim + shape.value_dim) * x.element_bytes
-    ring = groups.send(groups.cp, keys) * (c.cp - 1)
+    ring = groups.send(groups.cp_neighbours, keys) * (c.cp - 1)
+    around = groups.all_gather(groups.cp, keys * c.cp).where(np.asarray(x.gathers_keys) > 0, ring)
     shares = ~split & (np.asarray(x.shares_sends) > 0)
     crossing = groups.send(groups.pp, x.hidden_bytes / np.where(split | shares, c.tp, 1))
     return {
         "tp_forward": forward * 2,
         "tp_backward": backward * 2,
-        "cp_forward": ring,
-        "cp_backward": ring * 2,  # keys and values again, and their gradients
+        "cp_forward": around,
+        "cp_backward": around * 2,  # keys and values again, and their gradients
         "pp_send": crossing + half.gathered.where(shares & (np.asarray(c.pp) > 1), NOTHING),
     }
 

@@ -149,6 +149,7 @@ class SoftwareColumns:
     regathers: Number
     shares_sends: Number
     sends_once: Number
+    gathers_keys: Number
 
     @classmethod
     def of(cls, figures: SoftwareFigures) -> Self:

@@ -226,6 +226,7 @@ def _work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication
         regathers=x.software.regathers,
         shares_sends=x.software.shares_sends,
         sends_once=x.software.sends_once,
+        gathers_keys=x.software.gathers_keys,
     )
     return work, wire
 

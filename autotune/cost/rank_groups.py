@@ -131,8 +131,13 @@ class Groups:
 
     @cached_property
     def cp(self) -> Group:
+        """Context ranks."""
+        return self._in_stage(self._c.cp, self._c.tp)
+
+    @cached_property
+    def cp_neighbours(self) -> Group:
         """Two neighbours on the ring of context ranks, at its slowest hop."""
-        return self._farthest_pair(self._in_stage(self._c.cp, self._c.tp))
+        return self._farthest_pair(self.cp)
 
     @cached_property
     def dp(self) -> Group:

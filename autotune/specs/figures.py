@@ -115,7 +115,7 @@ class SoftwareFigures(Schema):
     expert_ratio: Positive = 1.0
     """Time of the experts' grouped products relative to the device's figures."""
     expert_launches: NonNegative = 2.0
-    """Kernels of a grouped linear layer for each expert, forward: products and casts that are not one kernel for all."""
+    """Kernels of a grouped linear layer for each expert, forward: products and casts are not one for all."""
     dp_overlap_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the data-parallel communication that may run beside compute, where the plan overlaps it."""
     imbalance_ratio: NonNegative = 0.1
@@ -130,6 +130,8 @@ class SoftwareFigures(Schema):
     """Whether tensor ranks each send a share of the activations to the next stage, which gathers them there."""
     sends_once: bool = False
     """Whether a token goes once to a node however many of its experts are there (DeepEP)."""
+    gathers_keys: bool = False
+    """Whether context ranks gather all keys and values at once instead of passing them around a ring."""
     memory_recipe: str = "megatron"
     """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
