@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,12 +87,27 @@ def command(
         engine_only=engine,
     )
     rival = None if compare is None else _read_rival(compare)
-    answer = solve(question, top=top, ladder=path, rival=rival, replay=replay)
+    with _progress() as told:
+        answer = solve(question, top=top, ladder=path, rival=rival, replay=replay, progress=told)
     if save is not None and answer.plans:
         _save(answer, save)
     _print(answer, as_json=as_json, as_csv=as_csv)
     if not answer.plans:
         raise typer.Exit(NOTHING_FITS_EXIT_CODE)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None] | None]:
+    """A bar on standard error while a search lasts, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("searching", total=1.0)
+        yield lambda share: bar.update(task, completed=share)
 
 
 def _priced(cluster: ClusterSpec, price: float | None, watts: float | None) -> ClusterSpec:

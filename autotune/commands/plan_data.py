@@ -15,6 +15,11 @@ from engine.plan import Plan
 FORMAT = 1
 """Version of the JSON; keys are added within one, never renamed."""
 
+FIGURES = (
+    "step_seconds", "tokens_per_second", "memory_bytes", "mfu", "hfu", "dollars_per_billion_tokens",
+    "kwh_per_billion_tokens",
+)  # fmt: skip
+"""Figures of a plan that have columns in the CSV, each with its interval."""
 PLAN_FIELDS = tuple(name for name in Plan.model_fields if name not in ("schema_version", "layers_per_stage"))
 
 
@@ -76,6 +81,8 @@ def plan_data(plan: EstimatedPlan) -> dict[str, Any]:
         "memory_limit_bytes": plan.memory_limit_bytes,
         "mfu": _figure(plan.mfu),
         "hfu": _figure(plan.hfu),
+        "dollars_per_billion_tokens": _figure(plan.dollars_per_billion_tokens),
+        "kwh_per_billion_tokens": _figure(plan.kwh_per_billion_tokens),
         "time_seconds": plan.time,
         "hidden_seconds": plan.hidden,
         "memory_parts_bytes": plan.memory,
@@ -93,7 +100,7 @@ def plans_csv(answer: Answer) -> str:
         row["layers_per_stage"] = " ".join(map(str, plan.plan.layers_per_stage or ()))
         row |= {"num_devices": plan.plan.world_size, "global_batch_size": plan.global_batch_size}
         row["sequence_length"] = plan.sequence_length
-        for name in ("step_seconds", "tokens_per_second", "memory_bytes", "mfu", "hfu"):
+        for name in FIGURES:
             figure: Figure | None = getattr(plan, name)
             low_value_high = ("", "", "") if figure is None else (figure.value, figure.low, figure.high)
             row |= dict(zip((name, f"{name}_low", f"{name}_high"), low_value_high, strict=True))

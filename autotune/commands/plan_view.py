@@ -32,6 +32,11 @@ MOST_RULES = 6
 LEAST_BAR_RATIO = 0.005
 """Parts below this share of the whole are put together."""
 MOST_CHANGES = 6
+GAIN_WORDS = {"speed": "tokens/s", "step_time": "tokens/s"}
+COST_WORDS = {"speed": "step time", "step_time": "step time"} | {
+    name: name for name in ("memory", "devices", "cost", "energy")
+}
+"""Objective -> what it means to lose."""
 INDENT = (0, 0, 0, 2)
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -60,7 +65,7 @@ def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
         )
         hidden = hidden_line(best)
         if hidden:
-            yield Text(f"  {hidden}", style="dim")
+            yield _indented(hidden, style="dim")
         yield ""
         yield bars(memory_title(best), best.memory, MEMORY_NAMES, format_bytes, width)
         yield ""
@@ -68,14 +73,16 @@ def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
         yield from (_indented(line) for line in binding_lines(answer))
         if len(answer.plans) > 1:
             yield ""
-            yield heading("Why not plan 2")
+            is_front = len(answer.question.objectives) > 1
+            yield heading("Plan 2 beside plan 1" if is_front else "Why not plan 2")
             yield from (_indented(line) for line in runner_up_lines(answer.comparisons[1]))
     if answer.choices:
         yield ""
-        yield choices_table(answer.choices)
+        yield choices_table(answer.choices, COST_WORDS[answer.question.objectives[0]])
     if answer.changes and answer.plans:
         yield ""
-        yield changes_table("What would help most", answer.changes[:MOST_CHANGES], answer.plans[0])
+        gain = GAIN_WORDS.get(answer.question.objectives[0], "gain")
+        yield changes_table("What would help most", answer.changes[:MOST_CHANGES], answer.plans[0], gain)
     if answer.ladder:
         yield ""
         yield ladder_table(answer.ladder)
@@ -147,33 +154,61 @@ def plan_table(answer: Answer) -> Table:
     """The ranked plans; under each figure its interval."""
     plans = answer.plans
     shared = shared_settings([plan.plan for plan in plans])
-    unit, scale = time_unit(plans[0].step_seconds.value)
-    digits = decimals(plans[0].step_seconds.value * scale)
+    columns = _columns(answer)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
-    names = [f"step {unit}", *([f"replay {unit}"] if answer.replays else []), "tokens/s", "memory GiB", "MFU %"]
-    for name in names:
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for rank, plan in enumerate(plans, start=1):
-        tied = rank > 1 and answer.comparisons[rank - 1].is_tie
         label = Text(layout_words(plan.plan), style="bold" if rank == 1 else "")
-        settings = settings_words(plan.plan, shared)
-        cells = [label + Text(f"\n{settings}", style="dim") if settings else label]
-        cells.append(_interval(plan.step_seconds, lambda value: f"{value * scale:.{digits}f}"))
-        if answer.replays:
-            again = answer.replays[rank - 1]
-            cells.append(Text(f"{again.step_seconds.value * scale:.{digits}f}" if again else "no pipeline"))
-        cells += [
-            _interval(plan.tokens_per_second, format_count),
-            _interval(plan.memory_bytes, lambda value: f"{value / GIB:.1f}"),
-            _interval(plan.mfu, lambda value: f"{value * 100:.1f}") if plan.mfu else Text("unknown"),
-        ]
-        table.add_row(f"{'≈' if tied else ''}{rank}", *cells)
+        own = settings_words(plan.plan, shared)
+        cells = [label + Text(f"\n{own}", style="dim") if own else label]
+        cells += [cell(rank, plan) for cell in columns.values()]
+        table.add_row(f"{'≈' if rank in tied_ranks(answer) else ''}{rank}", *cells)
     if shared:
         table.caption = Text(f"all: {', '.join(shared.values())}")
         table.caption_justify = "left"
     return table
+
+
+def _columns(answer: Answer) -> dict[str, Callable[[int, EstimatedPlan], Text]]:
+    """Heading -> the cell of a plan."""
+    first, objectives = answer.plans[0], answer.question.objectives
+    unit, scale = time_unit(first.step_seconds.value)
+    digits = decimals(first.step_seconds.value * scale)
+
+    def seconds(value: float) -> str:
+        return f"{value * scale:.{digits}f}"
+
+    def replayed(rank: int, plan: EstimatedPlan) -> Text:
+        again = answer.replays[rank - 1]
+        return Text(seconds(again.step_seconds.value) if again else "no pipeline")
+
+    columns: dict[str, Callable[[int, EstimatedPlan], Text]] = {}
+    if (
+        len({plan.plan.world_size for plan in answer.plans}) > 1
+        or first.plan.world_size < answer.question.cluster.num_devices
+    ):
+        columns["devices"] = lambda _, plan: Text(str(plan.plan.world_size))
+    columns[f"step {unit}"] = lambda _, plan: _interval(plan.step_seconds, seconds)
+    if answer.replays:
+        columns[f"replay {unit}"] = replayed
+    columns["tokens/s"] = lambda _, plan: _interval(plan.tokens_per_second, format_count)
+    columns["memory GiB"] = lambda _, plan: _interval(plan.memory_bytes, lambda value: f"{value / GIB:.1f}")
+    columns["MFU %"] = lambda _, plan: _interval(plan.mfu, lambda value: f"{value * 100:.1f}")
+    if "cost" in objectives:
+        columns["$/Gtoken"] = lambda _, plan: _interval(plan.dollars_per_billion_tokens, lambda value: f"{value:.3g}")
+    if "energy" in objectives:
+        columns["kWh/Gtoken"] = lambda _, plan: _interval(plan.kwh_per_billion_tokens, lambda value: f"{value:.3g}")
+    return columns
+
+
+def tied_ranks(answer: Answer) -> list[int]:
+    """Plans, ranked by speed, that the estimate can't tell from the first."""
+    if not set(answer.question.objectives) <= set(GAIN_WORDS):
+        return []
+    return [rank for rank, other in enumerate(answer.comparisons, start=1) if rank > 1 and other.is_tie]
 
 
 def mfu_line(answer: Answer) -> str:
@@ -188,7 +223,7 @@ def mfu_line(answer: Answer) -> str:
 
 def tie_lines(answer: Answer) -> list[str]:
     """Which plans the estimate can't tell from the best."""
-    tied = [rank for rank, other in enumerate(answer.comparisons, start=1) if rank > 1 and other.is_tie]
+    tied = tied_ranks(answer)
     if not tied:
         return []
     named = f"Plan {tied[0]} is" if len(tied) == 1 else f"Plans {_enumerated(tied)} are"
@@ -205,7 +240,9 @@ def _enumerated(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:-1])) + (" and " if len(ranks) > 1 else "") + str(ranks[-1])
 
 
-def _interval(figure: Figure, text: Callable[[float], str]) -> Text:
+def _interval(figure: Figure | None, text: Callable[[float], str]) -> Text:
+    if figure is None:
+        return Text("unknown")
     low, high = text(figure.low), text(figure.high)
     return Text(text(figure.value)) + Text(f"\n{low}–{high}", style="dim")
 
@@ -261,7 +298,8 @@ def binding_lines(answer: Answer) -> list[str]:
     lines = [f"{first[0].upper()}{first[1:]} of the step{'; then ' + ', '.join(others) if others else ''}."]
     if answer.memory_binds_ratio is not None:
         gain = percent(answer.memory_binds_ratio)
-        lines.append(f"Memory: with as much as one likes there would be {gain} more tokens per second.")
+        what = "tokens per second" if answer.question.objectives[0] in GAIN_WORDS else answer.question.objectives[0]
+        lines.append(f"Memory binds: with as much as one likes, {gain} better {what}.")
     else:
         lines.append("Memory does not bind: more of it would gain nothing.")
     return lines
@@ -272,6 +310,8 @@ def runner_up_lines(comparison: Comparison) -> list[str]:
     lines = [f"It {_slower(comparison)}: {parts_text(comparison)}."]
     if comparison.is_tie:
         lines.append("That is less than the estimate can tell.")
+    more = "more" if comparison.memory_bytes >= 0 else "less"
+    lines.append(f"It needs {format_bytes(abs(comparison.memory_bytes))} {more} memory.")
     if comparison.choices:
         lines.append(f"It differs in {choices_text(comparison)}.")
     return lines
@@ -292,11 +332,11 @@ def choices_text(comparison: Comparison) -> str:
     return ", ".join(told)
 
 
-def choices_table(choices: Sequence[Choice]) -> RenderableType:
+def choices_table(choices: Sequence[Choice], cost: str) -> RenderableType:
     """What it costs to decide otherwise, one line a choice."""
     table = plain_table(header=True)
     table.add_column("choice", no_wrap=True)
-    table.add_column("step time more with the best plan of each value")
+    table.add_column(f"{cost} more with the best plan of each value")
     for name in dict.fromkeys(choice.name for choice in choices):
         cells = [f"{value_words(c.value)}: {_loss(c)}" for c in choices if c.name == name]
         table.add_row(
@@ -314,11 +354,13 @@ def _loss(choice: Choice) -> str:
 # ------------------------------------------------------------------------------------------------------ what would help
 
 
-def changes_table(title: str, changes: Sequence[Change], best: EstimatedPlan | None) -> RenderableType:
+def changes_table(
+    title: str, changes: Sequence[Change], best: EstimatedPlan | None, gain_name: str = "tokens/s"
+) -> RenderableType:
     """Single changes with their gain and the plan they lead to."""
     table = plain_table(header=True)
-    for name in ("change", "tokens/s", "step", "best plan then"):
-        is_number = name in ("tokens/s", "step")
+    for name in ("change", gain_name, "step", "best plan then"):
+        is_number = name in (gain_name, "step")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
     for change in changes:
         if change.plan is None:

@@ -53,10 +53,10 @@ def what_would_help(around: Neighbourhood, plans: Sequence[Plan]) -> tuple[Chang
     row = around.best_row()
     if row is None:
         return ()
-    best, promising = around.plan(row), around.promising()
-    changes = [
-        measured(variant, _under(variant, around, promising, plans), best) for variant in variants(around.question)
-    ]
+    promising = around.promising()
+    changes = (
+        measured(variant, _under(variant, around, promising, plans), around) for variant in variants(around.question)
+    )
     useful = (change for change in changes if change is not None and change.gain_ratio >= LEAST_GAIN_RATIO)
     return tuple(sorted(useful, key=lambda change: -change.gain_ratio))
 
@@ -72,18 +72,21 @@ def _under(
     return explore(variant.question, space_around(variant.question, plans, variant.freed))
 
 
-def measured(variant: Variant, found: Neighbourhood | None, best: EstimatedPlan | None) -> Change | None:
-    """A change with the best plan under it; None where none fits."""
-    plan = found.best() if found is not None else None
-    if plan is None:
+def measured(variant: Variant, found: Neighbourhood | None, before: Neighbourhood | None) -> Change | None:
+    """A change with the best plan under it, beside the best one before; None where none fits."""
+    row = found.best_row() if found is not None else None
+    if found is None or row is None:
         return None
-    gain = best.seconds_per_token / plan.seconds_per_token - 1 if best is not None else 0.0
-    keeps = best is not None and _same_choices(plan.plan, best.plan)
-    words = variant.words
-    if best is not None and plan.plan.world_size != best.plan.world_size:
+    plan, words = found.plan(row), variant.words
+    best_row = before.best_row() if before is not None else None
+    if before is None or best_row is None:
+        return Change(variant.id, words, plan, 0.0, False)
+    best = before.plan(best_row)
+    gain = float(before.costs[best_row] / found.costs[row]) - 1
+    if plan.plan.world_size != best.plan.world_size:
         each = (1 + gain) * best.plan.world_size / plan.plan.world_size - 1
         words += f": {each * 100:+.1f} % a device".replace("-", "−")
-    return Change(variant.id, words, plan, gain, keeps)
+    return Change(variant.id, words, plan, gain, _same_choices(plan.plan, best.plan))
 
 
 def _same_choices(one: Plan, other: Plan) -> bool:

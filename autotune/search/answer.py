@@ -53,7 +53,7 @@ class Change:
     plan: EstimatedPlan | None
     """None where nothing fits under the change either."""
     gain_ratio: float
-    """Tokens per second more, relative to the best plan without the change."""
+    """Tokens per second more, relative to the best plan without the change (or what the first objective gains)."""
     keeps_plan: bool
     """Whether the best plan stays the same."""
 
@@ -81,7 +81,7 @@ class Choice:
     plan: EstimatedPlan | None
     """The best plan with this value; None where none fits."""
     loss_ratio: float
-    """Step time more than the best plan's, relative."""
+    """Step time (or the first objective) more than the best plan's, relative."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Answer:
     shares: tuple[Share, ...] = ()
     """What the best plan's step is spent on, most first."""
     memory_binds_ratio: float | None = None
-    """Tokens per second more if memory were without limit; None where it does not bind."""
+    """Tokens per second (or the first objective) more if memory had no limit; None where it does not bind."""
     changes: tuple[Change, ...] = ()
     """What would help, most first."""
     choices: tuple[Choice, ...] = ()

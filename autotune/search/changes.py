@@ -101,10 +101,11 @@ def device_variants(question: Question) -> Iterator[Variant]:
     peak = {name: value * 2 for name, value in cluster.peak_flops.items()}
     faster = cluster.changed(figures=figures.changed(matmul=matmul), peak_flops=peak)
     yield Variant("matmul_rate_x2", "matrix products twice as fast", "figures", question.changed(cluster=faster))
-    wider = figures.changed(memory_gb_per_second=figures.memory_gb_per_second * 2)
+    speed = figures.memory_gb_per_second
+    wider = figures.changed(memory_gb_per_second=2 * speed)
     yield Variant(
         "memory_bandwidth_x2",
-        f"twice the memory bandwidth ({figures.memory_gb_per_second:.4g} GB/s)",
+        f"twice the memory bandwidth ({speed:.4g} → {2 * speed:.4g} GB/s)",
         "figures",
         question.changed(cluster=cluster.changed(figures=wider)),
     )

@@ -29,6 +29,10 @@ class Figure(NamedTuple):
         """``numerator`` divided by it."""
         return Figure(numerator / self.value, numerator / self.high, numerator / self.low)
 
+    def times(self, factor: float) -> Figure:
+        """It, multiplied by a factor."""
+        return Figure(self.value * factor, self.low * factor, self.high * factor)
+
 
 @dataclass(frozen=True)
 class EstimatedPlan:
@@ -51,6 +55,10 @@ class EstimatedPlan:
     """Model FLOPs over the devices' peak (``MFU_CONVENTION``); None where the peak is unknown."""
     hfu: Figure | None
     """The same with recompute (``HFU_CONVENTION``)."""
+    dollars_per_billion_tokens: Figure | None
+    """None where the cluster states no price."""
+    kwh_per_billion_tokens: Figure | None
+    """Kilowatt-hours; None where the devices' power is unknown."""
     time: dict[str, float] = field(repr=False)
     """Seconds by part (``autotune.cost.estimate.TIME_PARTS``), which add up to the step time."""
     hidden: dict[str, float] = field(repr=False)
@@ -121,17 +129,22 @@ def _describe(
         possible = peak * plan.world_size
         mfu = seconds.over(tokens * per_token / possible)
         hfu = seconds.over(tokens * (per_token + again) / possible)
+    speed = seconds.over(tokens)
+    hours = speed.over(1e9 * plan.world_size / 3600)  # of devices, for 10^9 tokens
+    price, watts = cluster.dollars_per_device_hour, cluster.watts
     return EstimatedPlan(
         plan=plan,
         global_batch_size=global_batch_size,
         sequence_length=sequence_length,
         step_seconds=seconds,
-        tokens_per_second=seconds.over(tokens),
+        tokens_per_second=speed,
         memory_bytes=_figure(table.memory_bytes, table.memory_bytes_low, table.memory_bytes_high, row),
         allocated_bytes=_at(table.allocated_bytes, row),
         memory_limit_bytes=memory_limit_bytes,
         mfu=mfu,
         hfu=hfu,
+        dollars_per_billion_tokens=None if price is None else hours.times(price),
+        kwh_per_billion_tokens=None if watts is None else hours.times(watts / 1000),
         time={name: _at(values, row) for name, values in table.time.items()},
         hidden={name: _at(values, row) for name, values in table.hidden.items()},
         memory={name: _at(values, row) for name, values in table.memory.items()},

@@ -6,15 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autotune.cost.replayed import replay_rows
 from autotune.search.advice import choices, memory_binds, shares, what_would_help
 from autotune.search.answer import Answer, Counts
 from autotune.search.compare import compare
 from autotune.search.estimated import EstimatedPlan, describe_estimates
-from autotune.search.exact import PlanRows, SearchResult, search
+from autotune.search.exact import PlanRows, Progress, SearchResult, search
 from autotune.search.ladder import climb
 from autotune.search.misfit import explain_misfit, refuse_empty_space
 from autotune.search.neighbourhood import explore, space_around
+from autotune.search.plan_objectives import OBJECTIVES
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
 from engine.plan import plan_table
@@ -31,6 +34,7 @@ def solve(
     rival: RivalPlan | None = None,
     replay: bool = False,
     advise: bool = True,
+    progress: Progress | None = None,
 ) -> Answer:
     """Answer a question.
 
@@ -41,22 +45,27 @@ def solve(
         rival: A plan to hold against the best.
         replay: Whether to replay the pipeline schedules of the answer's plans.
         advise: Whether to say what would help and what each choice is worth.
+        progress: Told the share of the search that is done.
 
     Raises:
         UserError: No plan is legal, with the rule that is in the way and its numbers.
     """
     started = time.perf_counter()
-    result = look(question, top)
+    result = look(question, top, progress)
     if not result.counts.legal:
         refuse_empty_space(question, result.counts)
-    plans = described(question, shown_rows(question, result))[:top]
+    found = ranked_plans(question, result)
+    plans = found[:top]
+    notes = question.notes
+    if len(found) > top:
+        notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top)")
     answer = Answer(
         question=question,
         counts=_counts(result),
         plans=plans,
         comparisons=tuple(compare(plans[0], plan) for plan in plans),
         shares=shares(plans[0]) if plans else (),
-        notes=question.notes,
+        notes=notes,
     )
     if not plans:
         misfit = explain_misfit(question, described(question, result.closest))
@@ -81,7 +90,7 @@ def solve(
     return replace(answer, counts=replace(answer.counts, seconds=seconds))
 
 
-def look(question: Question, top: int) -> SearchResult:
+def look(question: Question, top: int, progress: Progress | None = None) -> SearchResult:
     """The exact search for a question's best plans."""
     return search(
         question.model,
@@ -93,6 +102,7 @@ def look(question: Question, top: int) -> SearchResult:
         distinct=DISTINCT_FIELDS,
         software=question.software,
         prices=question.prices,
+        progress=progress,
     )
 
 
@@ -104,9 +114,15 @@ def best_and_closest(question: Question) -> tuple[EstimatedPlan | None, Estimate
     return (plans[0] if plans else None), (closest[0] if closest else None)
 
 
-def shown_rows(question: Question, result: SearchResult) -> PlanRows:
-    """The best plans by the one objective, or the front of several."""
-    return result.front if len(question.objectives) > 1 else result.top[question.objectives[0]]
+def ranked_plans(question: Question, result: SearchResult) -> tuple[EstimatedPlan, ...]:
+    """The best plans by the one objective, or the whole front of several, sorted by the first."""
+    first = question.objectives[0]
+    if len(question.objectives) == 1:
+        return described(question, result.top[first])
+    plans = described(question, result.front)
+    values = result.front.values[:, result.objectives.index(first)]
+    order = np.argsort(-values if OBJECTIVES[first].direction == "maximize" else values, kind="stable")
+    return tuple(plans[row] for row in order)
 
 
 def described(question: Question, rows: PlanRows) -> tuple[EstimatedPlan, ...]:
