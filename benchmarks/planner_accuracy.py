@@ -63,7 +63,7 @@ def main() -> None:
             "title": "Step times of published runs that the fit never saw",
             "setup": f"{len(runs)} runs of {len(names)} source families, {NUM_FOLDS} folds of (family, model, device); "
             f"{seconds:.0f} CPU seconds on {os.cpu_count()} cores ({platform.machine()})",
-            "lines": lines(figures),
+            "lines": [*lines(figures), "", *by_family(figures), "", *worst(runs, np.exp(predictions["folds"]))],
             **figures,
         },
     )
@@ -119,6 +119,41 @@ def lines(figures: dict[str, dict[str, Any]]) -> list[str]:
         "| fit | median error % | p90 % | family mean: median % | p90 % | Spearman | top-1 regret % | top-3 regret % |",
         "|---|---|---|---|---|---|---|---|",
         *rows,
+    ]
+
+
+def by_family(figures: dict[str, dict[str, Any]]) -> list[str]:
+    """Errors of each source family, held out by fold and as a whole, as Markdown."""
+    folds, left_out = (figures[name]["by_family"] for name in ("folds", "family_left_out"))
+    return [
+        "| source family | runs | folds: median error % | p90 % | bias % | family left out: median error % | bias % |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {found['rows']} | {found['median']:.1f} | {found['p90']:.1f} | {found['bias']:+.1f} "
+            f"| {left_out[name]['median']:.1f} | {left_out[name]['bias']:+.1f} |"
+            for name, found in folds.items()
+        ),
+    ]
+
+
+def worst(runs: Sequence[PublishedRun], predicted: np.ndarray, most: int = 10) -> list[str]:
+    """The runs with the largest errors of predictions ``[n]`` in seconds, those of equal inputs once, as Markdown."""
+    errors = time_errors(runs, predicted)
+    rows: dict[Any, int] = {}
+    for index in np.argsort(-np.abs(errors)):
+        rows.setdefault((runs[index].family, runs[index].inputs), int(index))
+    shown = list(rows.values())[:most]
+    return [
+        f"The {len(shown)} largest errors of the folds (runs of equal inputs once); docs/accuracy.md says why:",
+        "",
+        "| run | model | devices | plan | measured s | predicted s | error % |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {run.id} | {run.model_name} | {run.cluster.num_devices} {run.cluster.device_kind} "
+            f"| {run.plan.describe()} | {run.step_seconds:.4g} | {predicted[index]:.4g} | {errors[index]:+.0f} |"
+            for index in shown
+            for run in (runs[index],)
+        ),
     ]
 
 
