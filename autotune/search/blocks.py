@@ -239,6 +239,18 @@ class Expander:
         layers = stage_layers(values.pop("layers_per_stage"), self.context.model.num_layers, values)
         return PlanColumns(**values, **layers)
 
+    def first_numbers(self) -> np.ndarray:
+        """The number of one combination, legal or not, for each choice of what the amount of work depends on: degrees,
+        sequence length, batch, precision."""
+        index = np.arange(len(self.space.degrees), dtype=np.int64)
+        for name in OUTER_FIELDS:
+            size = len(self.space.values[name])
+            if name in ("sequence_length", "global_batch_size", "precision"):
+                index = (index[:, None] * size + np.arange(size)).ravel()
+            else:
+                index = index * size
+        return index * self.num_inner
+
     def keys(self, numbers: np.ndarray, fields: Sequence[str]) -> np.ndarray:
         """``[n, f]`` values of some fields (the numbers themselves where there are none)."""
         if not fields:

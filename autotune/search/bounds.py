@@ -16,12 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
+from autotune.cost.columns import PlanColumns, words_of
 from autotune.cost.estimate import Estimator
 from autotune.search.blocks import Blocks, Columns
 from autotune.search.plan_space import PlanSpace
+from autotune.specs.cluster import ClusterSpec
+from autotune.specs.figures import MatmulPrecision
+from engine.flops import training_flops_per_token
+from engine.spec import ModelSpec
 
 NOT_BOUNDED = ("dp", "optimizer", "offload")
 """Parts of the step time that the bound takes as 0."""
@@ -76,6 +82,20 @@ def time_bounds(estimator: Estimator, blocks: Blocks, which: np.ndarray, chunk_r
         bounded = total - np.sum([parts[name] for name in NOT_BOUNDED], axis=0)
         seconds[some] = _least(bounded * (1 + straggler / total), len(some))
     return seconds * (1 - SLACK)
+
+
+def least_seconds(model: ModelSpec, cluster: ClusterSpec, columns: PlanColumns) -> np.ndarray:
+    """Step time that no plan is faster than: the model's FLOPs at the devices' dense peak, or at the best measured rate
+    where the peak is not known. ``[n]``, 0 where neither is."""
+    rates = np.zeros(len(words_of("precision")))
+    for code, word in enumerate(words_of("precision")):
+        measured = cluster.figures.matmul.get(cast(MatmulPrecision, word)) if cluster.figures else None
+        rates[code] = max(cluster.peak_flops.get(word, 0.0), measured.tflops * 1e12 if measured else 0.0)
+    lengths, of_row = np.unique(columns.sequence_length, return_inverse=True)
+    flops = np.array([training_flops_per_token(model, int(length)) for length in lengths])[of_row]
+    tokens = columns.global_batch_size * columns.sequence_length
+    rate = rates[columns.precision] * columns.world_size
+    return np.where(rate > 0, flops * tokens / np.maximum(rate, 1.0), 0.0)
 
 
 def without_recompute(space: PlanSpace, blocks: Blocks) -> np.ndarray:

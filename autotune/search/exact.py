@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +22,7 @@ from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.estimate import EstimateTable, Estimator
 from autotune.search.archive import Best, Front, first_of_equals, non_dominated
 from autotune.search.blocks import Blocks, Chunk, Counts, Expander, plan_at
-from autotune.search.bounds import SLACK, MemoryBounds, memory_bounds, time_bounds, without_recompute
+from autotune.search.bounds import SLACK, MemoryBounds, least_seconds, memory_bounds, time_bounds, without_recompute
 from autotune.search.plan_objectives import (
     PlanObjective,
     Prices,
@@ -36,6 +37,9 @@ from engine.rule import RuleContext, Scope
 from engine.rules import violations
 from engine.spec import ModelSpec
 
+EXACT_COMBINATIONS = 20_000_000_000
+"""Spaces of more combinations are searched to within ``LARGE_TOLERANCE`` by default."""
+LARGE_TOLERANCE = 0.01
 CHUNK_ROWS = 2**15
 """Rows that are estimated at once; their intermediate arrays stay in the processor's caches."""
 MAX_LAYERS = 64
@@ -59,6 +63,8 @@ class SearchCounts(Counts):
     """Legal plans estimated."""
     evaluated_not_fitting: int = 0
     """Of those, plans that don't fit."""
+    not_searched: int = 0
+    """Combinations that there was no time for; they are not among ``combinations``."""
 
     @property
     def legal(self) -> int:
@@ -78,6 +84,7 @@ class SearchCounts(Counts):
             self.pruned_by_memory += other.pruned_by_memory
             self.evaluated += other.evaluated
             self.evaluated_not_fitting += other.evaluated_not_fitting
+            self.not_searched += other.not_searched
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,9 @@ class SearchResult:
     closest: PlanRows
     """Where nothing fits: legal plans with the least memory, one for each distinct mesh. Else empty."""
     num_devices: int
+    gaps: Mapping[PlanObjective, float]
+    """By objective: the best found may be worse than the best possible by this ratio at most; 0 where it is the best
+    possible, infinite where the search was ended early and nothing is known of the rest."""
 
     @property
     def fits(self) -> bool:
@@ -135,6 +145,7 @@ class Job:
     prices: Prices
     chunk_rows: int
     prune: bool
+    tolerance: float
 
     @functools.cached_property
     def expander(self) -> Expander:
@@ -197,6 +208,12 @@ class PartResult:
     bounds_hold: bool = True
     """No plan was better than its block's bounds."""
 
+    def merge(self, job: Job, other: PartResult) -> None:
+        """Add another part."""
+        self.archive.merge(job, other.archive)
+        self.counts.merge(other.counts)
+        self.bounds_hold &= other.bounds_hold
+
 
 def search(
     model: ModelSpec,
@@ -213,6 +230,8 @@ def search(
     num_processes: int | None = None,
     chunk_rows: int = CHUNK_ROWS,
     prune: bool = True,
+    tolerance: float | None = None,
+    max_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """The exact Pareto front of a space, and its best plans by each objective.
@@ -232,6 +251,9 @@ def search(
         num_processes: Processes that share the work; by default one for each usable core where the space is large.
         chunk_rows: Plans estimated at once.
         prune: Whether blocks of plans that a bound shows to be of no use are left out. The answer is the same.
+        tolerance: A block is left out too where it could better what is known by no more than this ratio; by default 0,
+            an exact search, up to ``EXACT_COMBINATIONS``, and ``LARGE_TOLERANCE`` beyond. See ``SearchResult.gaps``.
+        max_seconds: The search ends after about so long, with what it found and how much better the rest could be.
         progress: Told the share that is done.
 
     Raises:
@@ -251,34 +273,45 @@ def search(
         prices=prices,
         chunk_rows=chunk_rows,
         prune=prune,
+        tolerance=_tolerance(space) if tolerance is None else tolerance,
     )
     processes = num_processes or _usable_cores()
-    found = _run(job, processes, progress)
+    deadline = np.inf if max_seconds is None else time.monotonic() + max_seconds
+    found = _run(job, processes, progress, deadline)
     least = Archive.empty(job)
     if not len(found.archive.front.numbers) and found.counts.legal:
         smallest = replace(job, objectives=("memory",), max_memory_bytes=np.inf)
-        least = _run(smallest, processes, progress).archive
+        least = _run(smallest, processes, progress, deadline).archive
     return _result(job, found, least)
 
 
-def _run(job: Job, num_processes: int, progress: Progress | None) -> PartResult:
-    """Search all parts. If a bound turns out not to be one, search again without."""
+def _tolerance(space: PlanSpace) -> float:
+    return 0.0 if space.num_combinations <= EXACT_COMBINATIONS else LARGE_TOLERANCE
+
+
+def _run(job: Job, num_processes: int, progress: Progress | None, deadline: float) -> PartResult:
+    """Search all parts, or as many as there is time for (one at least). If a bound turns out not to be one, search
+    again without."""
     parts = job.expander.parts()
-    waves = _waves(len(parts))
-    total = PartResult(Archive.empty(job))
+    total, done = PartResult(Archive.empty(job)), 0
     with _Workers(num_processes if len(parts) > 1 else 1) as workers:
-        for wave in waves:
+        for wave in _waves(len(parts)):
             known = Archive.empty(job)
             known.merge(job, total.archive)
             work = functools.partial(_search_part, job, known)
             for part in workers.map(work, [parts[i] for i in wave]):
-                total.archive.merge(job, part.archive)
-                total.counts.merge(part.counts)
-                total.bounds_hold &= part.bounds_hold
+                total.merge(job, part)
+                done += 1
+                if time.monotonic() > deadline:
+                    break
             if progress:
-                progress((wave[-1] + 1) / len(parts))
+                progress(done / len(parts))
+            if time.monotonic() > deadline:
+                break
     if not total.bounds_hold:
-        return _run(replace(job, prune=False), num_processes, progress)
+        return _run(replace(job, prune=False), num_processes, progress, deadline)
+    left = [part for part in parts[done:] if len(job.space.degrees[part])]
+    total.counts.not_searched = sum(len(job.space.degrees[part]) for part in left) * job.space.num_per_degrees
     return total
 
 
@@ -341,13 +374,15 @@ class _Bounds:
 
     def without_useless(self, which: np.ndarray, costs: np.ndarray, result: PartResult) -> np.ndarray:
         """Those of the blocks ``which`` that may hold something of use, with costs of at least ``costs``."""
-        useless = result.archive.has_no_use_for(costs)
+        useless = result.archive.has_no_use_for(costs * (1 + self._job.tolerance))
         result.counts.pruned += int(self._blocks.num_plans[which[useless]].sum())
-        return which[~useless]
+        left: np.ndarray = which[~useless]
+        return left
 
     def _costs(self, which: np.ndarray) -> np.ndarray:
         memory = self._held.memory_bytes[which]
-        return self._job.costs(self._seconds[which], memory, self._columns.take(which)) * (1 - SLACK)
+        costs: np.ndarray = self._job.costs(self._seconds[which], memory, self._columns.take(which)) * (1 - SLACK)
+        return costs
 
     def hold(self, table: EstimateTable, numbers: np.ndarray) -> bool:
         """Whether estimated plans are within their blocks' bounds."""
@@ -434,7 +469,20 @@ def _result(job: Job, found: PartResult, least: Archive) -> SearchResult:
         max_memory_bytes=int(job.max_memory_bytes),
         closest=_rows(job, closest),
         num_devices=job.cluster.num_devices,
+        gaps={name: _gap(job, found, i) for i, name in enumerate(job.objectives)},
     )
+
+
+def _gap(job: Job, found: PartResult, column: int) -> float:
+    """How much better in one cost than the best that was found a plan may be, as a ratio."""
+    if not found.counts.not_searched:
+        return job.tolerance if found.counts.pruned else 0.0
+    if not len(found.archive.front.numbers):
+        return np.inf
+    columns = job.expander.columns(job.expander.first_numbers())
+    least = job.costs(least_seconds(job.model, job.cluster, columns), np.zeros(len(columns)), columns)[:, column].min()
+    best = found.archive.front.costs[:, column].min()
+    return max(float(best / least) - 1, job.tolerance) if least > 0 else np.inf
 
 
 def _rows(job: Job, numbers: np.ndarray) -> PlanRows:

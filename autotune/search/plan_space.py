@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -90,10 +91,12 @@ class PlanSpace:
     @property
     def num_combinations(self) -> int:
         """Size of the product of all values, legal or not."""
-        size = len(self.degrees)
-        for name in (*OUTER_FIELDS, *INNER_FIELDS):
-            size *= len(self.values[name])
-        return size
+        return len(self.degrees) * self.num_per_degrees
+
+    @property
+    def num_per_degrees(self) -> int:
+        """Combinations of the other fields."""
+        return math.prod(len(self.values[name]) for name in (*OUTER_FIELDS, *INNER_FIELDS))
 
     def changed(self, **values: Sequence[Value]) -> PlanSpace:
         """The space with other values of some fields (``device_counts`` included)."""

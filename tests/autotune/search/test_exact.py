@@ -17,7 +17,7 @@ from autotune.cost.estimate import Estimator
 from autotune.search import exact
 from autotune.search.archive import Front
 from autotune.search.blocks import COMBINATIONS_AT_ONCE, Expander
-from autotune.search.bounds import memory_bounds, time_bounds
+from autotune.search.bounds import least_seconds, memory_bounds, time_bounds
 from autotune.search.exact import SearchResult, search
 from autotune.search.plan_objectives import Prices, objective_costs
 from autotune.search.plan_space import DEGREES, FIELDS, INNER_FIELDS, OUTER_FIELDS, PlanSpace, plan_space
@@ -73,7 +73,7 @@ def brute_force(model: ModelSpec, cluster: ClusterSpec, space: PlanSpace, object
 
 def job_of(model: ModelSpec, cluster: ClusterSpec, space: PlanSpace, objectives: tuple[str, ...]) -> exact.Job:
     return exact.Job(
-        model, cluster, space, objectives, cluster.memory_bytes, 5, (), "default", "adamw", PRICES, 2**12, True
+        model, cluster, space, objectives, cluster.memory_bytes, 5, (), "default", "adamw", PRICES, 2**12, True, 0.0
     )
 
 
@@ -159,6 +159,7 @@ def test_no_plan_is_below_its_blocks_bounds(drawn: tuple[ModelSpec, PlanSpace]) 
             table = estimator.estimate(chunk.plans)
             block = np.searchsorted(blocks.index, chunk.numbers // blocks.num_inner)
             assert (table.step_seconds >= seconds[block]).all()
+            assert (table.step_seconds >= least_seconds(model, CLUSTER, chunk.plans)).all()
             assert (table.memory_bytes >= held.memory_bytes[block]).all()
             assert (table.memory_bytes_high >= held.memory_bytes_high[block]).all()
 
@@ -283,6 +284,30 @@ def test_what_progress_raises_ends_the_search_and_its_processes() -> None:
     with pytest.raises(Enough):
         search(model, CLUSTER, medium_space(model), num_processes=2, progress=stop)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_with_a_tolerance_every_plan_has_a_point_nearly_as_good() -> None:
+    model = moe_model()
+    space = medium_space(model)
+    exactly = search(model, CLUSTER, space, num_processes=1)
+    nearly = search(model, CLUSTER, space, num_processes=1, tolerance=0.1)
+    assert exactly.gaps == {"step_time": 0.0, "memory": 0.0}
+    assert nearly.gaps == {"step_time": 0.1, "memory": 0.1}
+    assert nearly.counts.evaluated < exactly.counts.evaluated
+    for point in exactly.front.values:
+        assert (nearly.front.values <= point * 1.1 * (1 + 1e-9)).all(axis=1).any()
+
+
+def test_a_search_ended_early_says_how_much_better_the_rest_could_be() -> None:
+    model = moe_model()
+    space = medium_space(model)
+    whole = search(model, CLUSTER, space, num_processes=1)
+    part = search(model, CLUSTER, space, num_processes=1, max_seconds=0.0)
+    assert part.counts.not_searched > 0
+    assert part.counts.not_searched + part.counts.combinations == space.num_combinations
+    best, possible = whole.front.values[:, 0].min(), part.front.values[:, 0].min() / (1 + part.gaps["step_time"])
+    assert 0 < possible <= best <= part.front.values[:, 0].min()
+    assert part.gaps["memory"] == np.inf
 
 
 def test_progress_ends_at_one() -> None:
