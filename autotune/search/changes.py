@@ -52,8 +52,6 @@ def network_variants(question: Question) -> Iterator[Variant]:
     """Twice the bandwidth of each level of the network, and a wider fastest level."""
     cluster = question.cluster
     for level, link in enumerate(cluster.links):
-        if link.num_devices is not None and link.num_devices >= cluster.num_devices and level + 1 < len(cluster.links):
-            continue
         inner = cluster.links[level - 1].num_devices if level else 1
         if inner is not None and inner >= cluster.num_devices:
             continue  # nothing crosses this level
