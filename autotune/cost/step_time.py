@@ -177,8 +177,8 @@ def pass_times(
             works[block] = works[block]._replace(memory=works[block].memory + added)
     for block in BLOCKS:
         launches = works[block].kernels + x.software.shard_launches * (c.dp_shard > 1)
-        if block in LAYERS:
-            launches = launches + x.software.tp_launches * (c.tp > 1)
+        is_split = (c.tp > 1) & ((block in LAYERS) | (np.asarray(c.vocab_parallel) > 0))
+        launches = launches + x.software.tp_launches * is_split
         works[block] = works[block]._replace(kernels=launches)
     cp, ep = (getattr(wire, f"{name}_{direction}") * ratio for name in ("cp", "ep"))
     tp, tp_moe, vocab_first, vocab_last = (

@@ -99,7 +99,8 @@ class SoftwareFigures(Schema):
     host_ratio: Positive = 1.0
     """Launch overhead relative to the device's figure."""
     tp_launches: NonNegative = 0.0
-    """Host work that tensor parallelism adds to each layer's pass, in launches of a kernel."""
+    """Host work that tensor parallelism adds to each pass of a layer, and of an embedding or a head that it splits, in
+    launches of a kernel."""
     shard_launches: NonNegative = 0.0
     """Host work that sharded parameters add to each pass of a layer, an embedding or a head, in launches."""
     pp_launches: NonNegative = 0.0
