@@ -1,5 +1,5 @@
 """Writes the generated pages of this folder: ``run_file.md`` from the schemas, ``devices.md`` from the catalogue,
-``results.md`` from the result files.
+``results.md`` and the tables of ``accuracy.md`` from the result files.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # exit 1 if one is out of date
@@ -64,6 +64,24 @@ def results_page() -> str:
     return "\n".join(lines)
 
 
+def accuracy_page() -> str:
+    """The page on accuracy with its tables of results in place of what stands between the two marks."""
+    before, rest = _read(DOCS / "accuracy.md").split(" written by docs/generate.py -->\n", 1)
+    _, after = rest.split("<!-- end -->", 1)
+    lines = [before + " written by docs/generate.py -->"]
+    for name in ("planner_accuracy", "planner_memory"):
+        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        lines += [
+            "",
+            f"### {result['title']}",
+            "",
+            f"`python benchmarks/{name}.py`, {result['setup']}",
+            "",
+            *result["lines"],
+        ]
+    return "\n".join([*lines, "", "<!-- end -->"]) + after
+
+
 def devices_page() -> str:
     """One section for each device of the catalogue: its figures, links and sources."""
     lines = [
@@ -102,7 +120,12 @@ def _device_section(kind: str, entry: DeviceEntry) -> list[str]:
     return [*lines, "", *(f"* {name}: {source}" for name, source in entry.sources.items()), ""]
 
 
-PAGES = {"run_file.md": run_file_page, "devices.md": devices_page, "results.md": results_page}
+PAGES = {
+    "run_file.md": run_file_page,
+    "devices.md": devices_page,
+    "results.md": results_page,
+    "accuracy.md": accuracy_page,
+}
 
 
 def main() -> int:
