@@ -19,7 +19,7 @@ from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.published_cells import Row, read_rows
 from autotune.cost.published_model import Assumptions, Unreadable, model_of
 from autotune.cost.published_plan import cluster_of, degrees_of, plan_of, recipe_of
-from autotune.cost.published_source import MemoryKind, family_of, memory_kind_of, stack_of
+from autotune.cost.published_source import MemoryKind, family_of, memory_kind_of, memory_unit_of, stack_of
 from autotune.specs.cluster import ClusterSpec
 from engine.errors import UserError
 from engine.plan import Plan, plan_table
@@ -198,6 +198,9 @@ def _run(row: Row, name: str, models: dict[tuple[Hashable, ...], ModelSpec]) -> 
         assumptions.add(f"optimizer {other}: priced as adamw")
     memory = row.figure("memory_gb_per_gpu")
     kind = memory_kind_of(source, address, remarks) if memory else None
+    if memory and (unit := memory_unit_of(source, remarks)) != 1:
+        memory *= unit
+        assumptions.add("memory printed in GB by a program that counts GiB: taken as GiB")
     if memory and kind is None:
         assumptions.add("what memory_gb_per_gpu counts is unknown: taken as what the allocator reserved")
     return PublishedRun(

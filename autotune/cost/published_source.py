@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.specs.cluster import catalogue
+from engine.units import GIB
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 """What a memory figure counts: live tensors, what the allocator took, or all that the driver shows as used."""
@@ -279,3 +280,14 @@ def memory_kind_of(source: str, address: str, remarks: str) -> MemoryKind | None
     """What a run's memory figure counts; None where nothing says it."""
     text = f"{source} | {address} | {remarks}"
     return next((kind for pattern, kind in _MEMORY_KINDS if re.search(pattern, text, re.IGNORECASE)), None)
+
+
+_BINARY_MEMORY = r"torchao"
+"""Sources that print GB where their program counts GiB (torchao's script copies TorchTitan's figure)."""
+
+
+@functools.lru_cache(maxsize=4096)
+def memory_unit_of(source: str, remarks: str) -> float:
+    """What a run's memory figure is a multiple of, 10^9 bytes."""
+    binary = re.search(_BINARY_MEMORY, source, re.IGNORECASE) and re.search("as printed", remarks, re.IGNORECASE)
+    return GIB / 1e9 if binary else 1.0

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.cost.architectures import architectures, find_architecture
 from autotune.cost.published import PublishedRun, PublishedRuns, columns, read_runs
-from autotune.cost.published_source import STACKS, device_of, family_of, node_link_rate, stack_of
+from autotune.cost.published_source import STACKS, device_of, family_of, memory_unit_of, node_link_rate, stack_of
 from autotune.cost.software import software_catalogue
 from autotune.specs.cluster import catalogue
 from engine.errors import UserError
@@ -358,3 +358,8 @@ def test_published_rows_are_taken(shared_data: Path) -> None:
         assert run.plan.world_size == run.cluster.num_devices
     assert len({run.family for run in table.runs}) < 40
     assert len({run.fold for run in table.runs}) > 50
+
+
+def test_memory_that_is_printed_in_other_units() -> None:
+    assert memory_unit_of("torchao training docs", "peak memory as printed (GB)") == 2**30 / 1e9
+    assert memory_unit_of("TorchTitan", "memory GiB max over GPUs converted to GB") == 1
