@@ -20,11 +20,12 @@ from scipy.optimize import least_squares
 from autotune.cost.coefficients import Coefficients
 from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.communication import LinkColumns
+from autotune.cost.compute import Basis, compute_work
 from autotune.cost.device_columns import FP8_RECIPES, DeviceColumns, SoftwareColumns
-from autotune.cost.estimate import step_time
+from autotune.cost.estimate import work_and_wire
 from autotune.cost.shapes import ModelShape
 from autotune.cost.software import software_figures
-from autotune.cost.step_time import Scope
+from autotune.cost.step_time import Scope, compose
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures
 from engine.plan import Plan, plan_table
@@ -35,7 +36,7 @@ COEFFICIENT_SPREAD = {
     "half_tile_ratio": 0.1,
     "misalignment": 0.7,
     "scalar_access": 0.4,
-    "gradient_product_ratio": 0.1,
+    "gradient_product_ratio": 0.04,
     "grouped_ratio": 0.3,
     "attention_half_length": 0.7,
     "attention_backward_ratio": 0.2,
@@ -78,7 +79,7 @@ SOFTWARE_SPREAD = {
     "tp_communication_ratio": 0.3,
     "dp_communication_ratio": 0.4,
     "pp_communication_ratio": 0.3,
-    "recompute_ratio": 0.3,
+    "recompute_ratio": 0.2,
     "expert_ratio": 0.15,
     "host_ratio": 0.5,
     "fp8_ratio": 0.1,
@@ -213,6 +214,8 @@ class Fit:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self.wire = work_and_wire(table.scope, table.columns)[1]
+        """Communication alone, which no parameter changes."""
         defaults = Coefficients()
         blocks = [
             _Block(name, "coefficient", 1, None, _to_line(name, getattr(defaults, name)), spread)
@@ -228,7 +231,10 @@ class Fit:
 
     def log_seconds(self, theta: np.ndarray) -> np.ndarray:
         """Logarithm of the step time of every row. ``[n]``"""
-        return np.asarray(np.log(predict(self.scope(theta), self.table.columns)))
+        scope, c = self.scope(theta), self.table.columns
+        work = compute_work(Basis(scope.shape, scope.device, scope.software, scope.coefficients, c))
+        parts = compose(scope, c, work, self.wire).parts
+        return np.asarray(np.log(np.sum(list(parts.values()), axis=0)))
 
     def scope(self, theta: np.ndarray) -> Scope:
         """The formulas' inputs with these parameters."""
@@ -283,11 +289,6 @@ class Fit:
             for place, name in enumerate(names[block.kind]):
                 found[block.kind].setdefault(name, {})[block.name] = float(np.exp(theta[offset + place]))
         return Calibration(Coefficients(**values), found["device"], found["software"])
-
-
-def predict(scope: Scope, c: PlanColumns) -> np.ndarray:
-    """Step seconds. ``[n]``"""
-    return np.asarray(np.sum(list(step_time(scope, c).parts.values()), axis=0))
 
 
 def solve(

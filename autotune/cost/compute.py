@@ -237,14 +237,16 @@ def _attention_core(b: Basis) -> Passes:
 
 
 def _fused(b: Basis) -> Passes:
-    """One causal kernel: products at the device's attention rate, slower for short contexts and small heads.
+    """One causal kernel: products at the device's attention rate (or the kernel's own most, where it was written for
+    an older device), slower for short contexts and small heads.
 
     Backward does 2.5 times the products of forward (scores again, and four gradients' products).
     """
     s, c, k, d = b.shape, b.c, b.coefficients, b.device
     context = mean_context(s, c.sequence_length)
     width = s.num_heads / c.tp * (s.query_key_dim + s.value_dim)
-    rate = d.wide_flops * d.attention_ratio / (1 + k.attention_half_length / context)
+    rate = np.minimum(d.wide_flops * d.attention_ratio, b.software.attention_tflops * 1e12)
+    rate = rate / (1 + k.attention_half_length / context)
     rate = rate * np.minimum(s.value_dim / 128, 1) ** 0.3
     forward = 2 * b.tokens * context * width / rate * b.software.attention_ratio
     return Passes(Work(0.0, forward, 0.0, 1.0), Work(0.0, forward * 2.5 * k.attention_backward_ratio, 0.0, 3.0))
@@ -313,16 +315,17 @@ def _grouped(b: Basis, inputs: Number, outputs: Number, rows: Number, count: Num
 
 
 def _embedding(b: Basis) -> Passes:
-    return _elementwise(b, b.tokens * b.shape.hidden * 3, 4.0)
+    return _elementwise(b, b.tokens * b.shape.hidden * 3, 8.0)
 
 
 def _head(b: Basis) -> Passes:
     """Final norm, head and cross-entropy."""
     s, c = b.shape, b.c
     split = np.where(c.vocab_parallel > 0, c.tp, 1)
-    rows = np.where(split > 1, np.ceil(s.vocab / (VOCAB_MULTIPLE * split)) * VOCAB_MULTIPLE, s.vocab)
+    padded = (split > 1) | (np.asarray(b.software.pads_vocabulary) > 0)
+    rows = np.where(padded, np.ceil(s.vocab / (VOCAB_MULTIPLE * split)) * VOCAB_MULTIPLE, s.vocab)
     product = _linear(b, s.hidden, rows, b.tokens, wide=True)
-    loss = _elementwise(b, b.tokens * rows * 4, 8.0, b.coefficients.loss_ratio)
+    loss = _elementwise(b, b.tokens * rows * 4, 16.0, b.coefficients.loss_ratio)
     norm = _elementwise(b, b.tokens * s.hidden / b.sequence_split * 2, 1.0)
     return product.plus(loss).plus(norm)
 

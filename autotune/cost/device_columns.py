@@ -126,6 +126,7 @@ class SoftwareColumns:
 
     compute_ratio: Number
     attention_ratio: Number
+    attention_tflops: Number
     memory_bound_ratio: Number
     half_precision_ratio: Number
     communication_ratio: Number
@@ -137,6 +138,8 @@ class SoftwareColumns:
     dp_communication_ratio: Number
     pp_communication_ratio: Number
     fp8_ratio: Number
+    pads_vocabulary: Number
+    recomputes: Number
     recompute_ratio: Number
     expert_ratio: Number
     expert_launches: Number

@@ -170,7 +170,7 @@ class Estimator:
         """
         if same_work is None:
             return step_time(self.scope(c), c)
-        work, wire = _work_and_wire(self.scope(same_work.plans), same_work.plans)
+        work, wire = work_and_wire(self.scope(same_work.plans), same_work.plans)
         seconds = {f.name: getattr(wire, f.name) for f in fields(wire) if not f.name.endswith("_bytes")}
         none = {f.name: 0.0 for f in fields(wire) if f.name.endswith("_bytes")}
         taken = Communication(**{name: values[same_work.of_row] for name, values in seconds.items()}, **none)
@@ -212,10 +212,11 @@ class Distinct:
 
 def step_time(x: Scope, c: PlanColumns) -> StepTime:
     """Step time by part of coded plans, each row with the model, device and stack that ``x`` has for it."""
-    return compose(x, c, *_work_and_wire(x, c))
+    return compose(x, c, *work_and_wire(x, c))
 
 
-def _work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]:
+def work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]:
+    """Work of single blocks, and seconds of single collectives, of coded plans."""
     work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
     wire = communication(
         x.shape,

@@ -94,6 +94,7 @@ class Stack:
 STACKS = (
     Stack("simumax-megatron", r"simumax", 0, 1, True, overlap_dp=False, overlap_pp=False),
     Stack("megatron-deepspeed-node", r"vtrain.*single-node", 0, 0, overlap_dp=False, overlap_pp=False),
+    Stack("megatron-deepspeed-nodes", r"vtrain", 0, 0, overlap_dp=False, overlap_pp=False),
     Stack(
         "megatron-deepspeed",
         r"megatron.?deepspeed|bigscience|vtrain|turing.?nlg|mt.nlg",
@@ -127,7 +128,7 @@ STACKS = (
     Stack("primus", r"primus", 0, 1, True),
     Stack("deepseek", r"deepseek", 0, 1),
     Stack("colossalai", r"colossal", 0, 1),
-    Stack("deepspeed", r"deepspeed|neox|zero-3|bloomberg", 0, 1),
+    Stack("deepspeed", r"deepspeed|neox|zero-3|bloomberg", 0, 1, overlap_dp=False),
     Stack("megatron-bridge", r"megatron.?(lm|core)", 2025, 1, True, overlap_tp=True),
     Stack("megatron-2024", r"megatron|megascale", 2024, 1, True),
     Stack(

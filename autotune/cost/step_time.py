@@ -237,9 +237,10 @@ class MicroBatchTimes:
 def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) -> MicroBatchTimes:
     """The passes of a micro-batch from the work of single blocks and the seconds of single collectives."""
     forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
-    share = recompute_share(c) * x.software.recompute_ratio
+    again_ratio = x.software.recomputes * x.software.recompute_ratio
+    share = recompute_share(c) * again_ratio
     blocks, kernels = forward.seconds(), forward.of("kernels")
-    selective = (c.recompute == SELECTIVE) * work.attention_again.seconds
+    selective = (c.recompute == SELECTIVE) * work.attention_again.seconds * again_ratio
     return MicroBatchTimes(
         forward,
         backward,

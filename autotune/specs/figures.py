@@ -87,6 +87,9 @@ class SoftwareFigures(Schema):
     """Time of matrix products relative to the device's figures."""
     attention_ratio: Positive = 1.0
     """Time of fused attention relative to the device's figure (generations of the kernel)."""
+    attention_tflops: Positive = 1e6
+    """Most that its fused attention kernel attains on any device, 10^12 FLOP/s: one written for an older device doesn't
+    use what newer ones have."""
     memory_bound_ratio: Positive = 1.0
     """Time of element-wise operators relative to the device's figure (how many are fused)."""
     half_precision_ratio: Positive = 0.5
@@ -111,6 +114,10 @@ class SoftwareFigures(Schema):
     """The same of data-parallel communication."""
     pp_communication_ratio: Positive = 1.0
     """The same of sends between pipeline stages."""
+    pads_vocabulary: bool = True
+    """Whether the vocabulary is enlarged to a multiple of what matrix units like."""
+    recomputes: bool = True
+    """Whether what a plan says is recomputed is in its measured steps; false for figures taken without."""
     recompute_ratio: Positive = 1.0
     """Time of a forward pass that is done again, relative to the first time: parts of it may be kept or left out."""
     expert_ratio: Positive = 1.0
