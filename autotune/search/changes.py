@@ -59,34 +59,37 @@ def network_variants(question: Question) -> Iterator[Variant]:
             gb_per_second=link.gb_per_second * 2,
             reduction_gb_per_second=link.reduction_gb_per_second and link.reduction_gb_per_second * 2,
         )
-        where = (
-            "inside nodes"
-            if level == 0 and cluster.num_nodes > 1
-            else "between devices"
-            if level == 0
-            else "between nodes"
-        )
-        if level > 1:
-            where = f"of network level {level + 1}"
-        speeds = f"{link.gb_per_second:.3g} → {2 * link.gb_per_second:.3g} GB/s"
+        speeds = _doubled(link.gb_per_second)
         links = (*cluster.links[:level], faster, *cluster.links[level + 1 :])
-        id_ = "intra_node_bandwidth_x2" if level == 0 else f"inter_node_bandwidth_x2{'' if level == 1 else f'_{level}'}"
-        words = f"twice the bandwidth {where} ({speeds})"
-        yield Variant(id_, words, "figures", question.changed(cluster=cluster.changed(links=links)))
+        name, words = _level_words(cluster, level)
+        changed = question.changed(cluster=cluster.changed(links=links))
+        yield Variant(f"{name}_bandwidth_x2", f"twice the bandwidth {words} ({speeds})", "figures", changed)
     yield from _wider_domain(question)
 
 
+def _level_words(cluster: ClusterSpec, level: int) -> tuple[str, str]:
+    """A level of the network: its name in ids, and in words."""
+    size = cluster.links[level].num_devices
+    if size is not None and size < cluster.devices_per_node:
+        return f"group_of_{size}", f"inside groups of {size}"
+    if size is not None and size <= cluster.devices_per_node:
+        return "intra_node", "inside nodes" if cluster.num_nodes > 1 else "between devices"
+    if size is not None:
+        return f"domain_of_{size}", f"inside domains of {size} devices"
+    return ("inter_node", "between nodes") if level else ("device", "between devices")
+
+
 def _wider_domain(question: Question) -> Iterator[Variant]:
+    """The level below the outermost one, joining more devices."""
     cluster = question.cluster
-    if len(cluster.links) < 2 or not cluster.links[0].num_devices:
+    size = cluster.links[-2].num_devices if len(cluster.links) > 1 else None
+    if size is None:
         return
-    size = cluster.links[0].num_devices
-    wider = [size * factor for factor in WIDER_DOMAINS if size < size * factor <= cluster.num_devices]
+    wider = [size * factor for factor in WIDER_DOMAINS if size * factor <= cluster.num_devices]
     if wider:
-        first = cluster.links[0].changed(num_devices=wider[-1])
-        outer = tuple(link for link in cluster.links[1:] if link.num_devices is None or link.num_devices > wider[-1])
+        domain = cluster.links[-2].changed(num_devices=wider[-1])
+        changed = cluster.changed(links=(*cluster.links[:-2], domain, cluster.links[-1]))
         words = f"a fast domain of {wider[-1]} devices in place of {size}"
-        changed = cluster.changed(links=(first, *outer))
         yield Variant("fast_domain", words, "figures", question.changed(cluster=changed))
 
 
@@ -103,7 +106,7 @@ def device_variants(question: Question) -> Iterator[Variant]:
     wider = figures.changed(memory_gb_per_second=2 * speed)
     yield Variant(
         "memory_bandwidth_x2",
-        f"twice the memory bandwidth ({speed:.4g} → {2 * speed:.4g} GB/s)",
+        f"twice the memory bandwidth ({_doubled(speed)})",
         "figures",
         question.changed(cluster=cluster.changed(figures=wider)),
     )
@@ -193,6 +196,13 @@ def pin_variants(question: Question) -> Iterator[Variant]:
         released = _legal(question, pins=tuple(other for other in question.pins if other != pin))
         if released is not None:
             yield Variant(f"unpin_{name}", f"without the pin {choice_words(name, values)}", "space", released, (name,))
+
+
+def _doubled(gb_per_second: float) -> str:
+    before, after = (
+        f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" for speed in (gb_per_second, 2 * gb_per_second)
+    )
+    return f"{before} → {after} GB/s"
 
 
 def _rounder(batch: int) -> int | None:
