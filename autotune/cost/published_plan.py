@@ -22,6 +22,9 @@ ATTAINED_LINK_RATIO = 0.9
 MAX_EP = 64
 """Largest expert-parallel degree that is assumed where a row says none."""
 
+MICRO_TOKENS = 8192
+"""Most tokens of a micro-batch that is assumed where a row says none."""
+
 SAME_LINK_RATIO = 0.15
 """A network within so much of the catalogue's is taken to be the catalogue's."""
 
@@ -212,7 +215,10 @@ def _micro_batch(row: Row, stack: Stack, pp: int, virtual_stages: int, dp: int, 
     local = max(batch // dp, 1)
     if pp == 1:
         # Without a pipeline nothing is gained by splitting further than memory demands.
-        micro_batch = max(size for size in (1, 2, 4) if local % size == 0)
+        tokens = row.count("seq_len") or 1
+        micro_batch = max(
+            size for size in (1, 2, 4) if local % size == 0 and (size == 1 or size * tokens <= MICRO_TOKENS)
+        )
     elif stack.name.startswith("torchtitan") and local % (pp * virtual_stages) == 0:
         micro_batch = local // (pp * virtual_stages)
     else:
