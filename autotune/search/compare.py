@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +50,12 @@ class Comparison:
 
 
 def compare(better: EstimatedPlan, other: EstimatedPlan) -> Comparison:
-    """How ``other`` differs from ``better``, brought to the same number of tokens.
-
-    The uncertainty takes the cost model's relative error (the half-width of the interval) to be the same for a part in
-    both plans and independent between parts, so it applies to the differences of the parts; the noise of the plans
-    themselves (``NOISE_RATIO``) is added.
-    """
+    """How ``other`` differs from ``better``, brought to the same number of tokens."""
     scale = better.batch_tokens / other.batch_tokens
     time = {part: seconds * scale - better.time[part] for part, seconds in other.time.items()}
     step = better.step_seconds
     error = (step.high - step.low) / 2 / step.value
-    uncertainty = math.hypot(NOISE_RATIO * step.value, error * math.hypot(*time.values()))
+    uncertainty = difference_uncertainty(step.value, error, list(time.values()))
     seconds = other.step_seconds.value * scale - step.value
     return Comparison(
         seconds=seconds,
@@ -70,6 +66,20 @@ def compare(better: EstimatedPlan, other: EstimatedPlan) -> Comparison:
         memory={part: size - better.memory[part] for part, size in other.memory.items()},
         choices=differing_choices(better.plan, other.plan),
     )
+
+
+def difference_uncertainty(step_seconds: float, error_ratio: float, differences: Sequence[float]) -> float:
+    """Half-width of the interval of the difference of two plans' step times.
+
+    The cost model's relative error is taken to be the same for a part in both plans and independent between parts, so it
+    applies to the differences of the parts; the noise of the plans themselves (``NOISE_RATIO``) is added.
+
+    Args:
+        step_seconds: Step time of the better plan.
+        error_ratio: Half-width of its interval, relative.
+        differences: Seconds that the other plan takes more, by part.
+    """
+    return math.hypot(NOISE_RATIO * step_seconds, error_ratio * math.hypot(*differences))
 
 
 def differing_choices(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
