@@ -181,7 +181,7 @@ def _run(row: Row, name: str, models: dict[tuple[Hashable, ...], ModelSpec]) -> 
     if row.problems:
         raise Unreadable("; ".join(row.problems))
     assumptions = Assumptions()
-    workload, outcome = _workload(row, assumptions), _outcome(row)
+    workload, outcome = _workload(row, assumptions), _outcome(row, assumptions)
     if workload in UNPRICED_WORKLOADS:
         raise Unreadable(f"workload {workload}: only training of all parameters is priced")
     sequence_length, batch = row.count("seq_len"), row.count("global_batch")
@@ -235,10 +235,13 @@ def _workload(row: Row, assumptions: Assumptions) -> str:
     return workload or "pretrain"
 
 
-def _outcome(row: Row) -> Literal["ok", "oom"]:
+def _outcome(row: Row, assumptions: Assumptions) -> Literal["ok", "oom"]:
     word = row.word("outcome").lower()
-    if word in ("", "ok", "success"):
-        return "oom" if row.word("measured_metric").lower() == "oom" else "ok"
+    if not word:
+        word = "oom" if row.word("measured_metric").lower() == "oom" else "ok"
+        assumptions.add(f"outcome unknown: {word}")
+    if word in ("ok", "success"):
+        return "ok"
     if word in ("oom", "out of memory", "out_of_memory"):
         return "oom"
     raise Unreadable(f"outcome {word!r} is neither ok nor oom")
