@@ -71,8 +71,8 @@ def compare(better: EstimatedPlan, other: EstimatedPlan) -> Comparison:
 def difference_uncertainty(step_seconds: float, error_ratio: float, differences: Sequence[float]) -> float:
     """Half-width of the interval of the difference of two plans' step times.
 
-    The cost model's relative error is taken to be the same for a part in both plans and independent between parts, so it
-    applies to the differences of the parts; the noise of the plans themselves (``NOISE_RATIO``) is added.
+    The cost model's relative error is taken to be the same for a part in both plans and independent between parts, so
+    it applies to the differences of the parts; the noise of the plans themselves (``NOISE_RATIO``) is added.
 
     Args:
         step_seconds: Step time of the better plan.

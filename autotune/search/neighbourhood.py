@@ -7,7 +7,7 @@ from it is one that a real plan reaches, and a search might find a little more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from autotune.cost.columns import PlanColumns
 from autotune.cost.estimate import EstimateTable, Estimator, estimate
-from autotune.search.blocks import Expander, plan_at
+from autotune.search.blocks import Blocks, Expander, plan_at
 from autotune.search.estimated import EstimatedPlan, describe_estimates
 from autotune.search.plan_objectives import objective_costs
 from autotune.search.plan_space import DEGREES, INNER_FIELDS, OUTER_FIELDS, PlanSpace, Value
@@ -107,12 +107,7 @@ class Neighbourhood:
 def explore(question: Question, space: PlanSpace, *, must_fit: bool = False) -> Neighbourhood | None:
     """Estimate every legal plan of a small space; None where there is none, or with ``must_fit`` none that fits."""
     expander = Expander(space, RuleContext(question.model, question.cluster.num_devices))
-    parts = [
-        chunk.plans
-        for part in expander.parts()
-        for blocks in (expander.blocks(part),)
-        for chunk in blocks.chunks(np.arange(len(blocks)), 2**20)
-    ]
+    parts = [columns for part in expander.parts() for columns in _plans(expander.blocks(part))]
     if not parts:
         return None
     columns = _joined(parts)
@@ -166,6 +161,14 @@ def _next_to(allowed: Sequence[Value], value: Value) -> list[int]:
         return list(range(len(allowed)))
     at = allowed.index(value)
     return [i for i in (at - 1, at, at + 1) if 0 <= i < len(allowed)]
+
+
+def _plans(blocks: Blocks) -> Iterator[PlanColumns]:
+    """All the plans of some blocks, those with the same inner rows together."""
+    for kind, rows in enumerate(blocks.classes):
+        members = np.flatnonzero(blocks.kind == kind)
+        if len(members):
+            yield blocks.plans(members, rows).plans
 
 
 def _joined(parts: Sequence[PlanColumns]) -> PlanColumns:
