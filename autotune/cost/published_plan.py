@@ -142,9 +142,11 @@ def plan_of(row: Row, model: ModelSpec, cluster: ClusterSpec, stack: Stack, assu
     remarks = row.word("notes")
     if zero_stage == 3 and re.search(r"\bHSDP\b", remarks):
         dp_shard = math.gcd(dp, max(cluster.devices_per_node // (tp * cp), 1))
+        assumptions.add(f"shards over {dp_shard} ranks: the notes say HSDP")
     group = re.search(r"zero-?1?[^;,]{0,20}?(?:group|size|over|within)[^;,0-9]{0,20}(\d+)", remarks, re.IGNORECASE)
     if zero_stage and group and dp % int(group[1] or 1) == 0:
         dp_shard = max(int(group[1]), 1)
+        assumptions.add(f"shards over {dp_shard} ranks, as the notes say")
     precision, _ = _precision(row, assumptions)
     if cluster.figures is not None and precision not in cluster.figures.matmul:
         raise Unreadable(f"{cluster.device_kind} has no figures for precision {precision}")

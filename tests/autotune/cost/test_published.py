@@ -238,6 +238,14 @@ def test_uneven_stages_leave_room_for_embedding_and_head(tmp_path: Path) -> None
 def test_hybrid_sharding_stays_in_the_node(tmp_path: Path) -> None:
     run = one(tmp_path, tp="1", pp="1", dp="16", zero_stage="3", schedule="none (FSDP)", notes="HSDP")
     assert (run.plan.dp_replicate, run.plan.dp_shard) == (2, 8)
+    assert "shards over 8 ranks: the notes say HSDP" in run.assumptions
+
+
+def test_groups_of_sharding_are_read_from_the_notes(tmp_path: Path) -> None:
+    run = one(tmp_path, tp="1", pp="1", dp="16", notes="ZeRO-1 over 4-rank groups")
+    assert (run.plan.dp_replicate, run.plan.dp_shard) == (4, 4)
+    default = one(tmp_path, notes="zero_stage 1 = Megatron distributed optimizer (default), 3 = Megatron-FSDP")
+    assert default.plan.dp_replicate == 1
 
 
 def test_networks_of_rows_replace_the_catalogues(tmp_path: Path) -> None:
