@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 
+from autotune.cost import distinct
 from autotune.cost.coefficients import Coefficients, coefficients_on
 from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.communication import Communication, LinkColumns, communication
@@ -217,7 +218,7 @@ def step_time(x: Scope, c: PlanColumns) -> StepTime:
 
 def work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]:
     """Work of single blocks, and seconds of single collectives, of coded plans."""
-    work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
+    work = _once_per_block(x, c)
     wire = communication(
         x.shape,
         x.links,
@@ -230,6 +231,23 @@ def work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]
         gathers_keys=x.software.gathers_keys,
     )
     return work, wire
+
+
+_BLOCK_KEY = (
+    "tp", "cp", "ep", "etp", "micro_batch_size", "sequence_length", "sequence_parallel", "vocab_parallel", "precision",
+)  # fmt: skip
+"""What the work of a block depends on."""
+
+
+def _once_per_block(x: Scope, c: PlanColumns) -> ComputeWork:
+    """Work of single blocks, computed for the distinct ones where all rows have one model, device and stack."""
+    figures = (*astuple(x.shape), *astuple(x.device), *astuple(x.software))
+    if any(np.ndim(figure) for figure in figures) or not len(c):
+        return compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
+    columns = {name: np.broadcast_to(getattr(c, name), len(c)) for name in _BLOCK_KEY}
+    first, kind = distinct.Columns(columns).distinct(_BLOCK_KEY)
+    work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c.take(first)))
+    return _taken(work, np.broadcast_to(kind, (len(c),)))
 
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.cost import distinct
 from autotune.cost.columns import WORD_FIELDS, PlanColumns, words_of
 from autotune.cost.estimate import Distinct
 from autotune.search.plan_space import (
@@ -46,9 +47,10 @@ _CONDITIONS = {
 }  # fmt: skip
 """Fields have an effect only where these hold."""
 
-COMBINATIONS_AT_ONCE = 6_000_000
-"""Combinations, legal or not, of a part of the space: enough for the arrays to be long, few enough for a search to be
-told soon what is found, and for a part's blocks to take little memory."""
+FEW_COMBINATIONS, MANY_COMBINATIONS = 6_000_000, 40_000_000
+"""Combinations, legal or not, of a part of the space. Few in small spaces, so that there are parts for all processes
+and what one finds is soon known to others; many in large ones, whose arrays are then long enough to be fast."""
+ENOUGH_PARTS = 48
 
 Columns = dict[str, np.ndarray]
 
@@ -116,8 +118,8 @@ class Blocks:
         first = {name: np.broadcast_to(column[0], (len(self),)) for name, column in self.inner.items()}
         return PlanColumns(**self.outer, **first)
 
-    def chunks(self, which: np.ndarray, size: int) -> Iterator[Chunk]:
-        """The plans of some blocks, about ``size`` at a time.
+    def chunks(self, which: np.ndarray, size: int) -> Iterator[tuple[Chunk, Distinct]]:
+        """The plans of some blocks, about ``size`` at a time, and the distinct ones as far as memory goes.
 
         Args:
             which: Indices of blocks.
@@ -127,7 +129,8 @@ class Blocks:
             members = which[self.kind[which] == kind]
             step = max(1, size // max(1, len(rows)))
             for start in range(0, len(members), step):
-                yield self.plans(members[start : start + step], rows)
+                some = members[start : start + step]
+                yield self.plans(some, rows), self.same_memory(some, rows)
 
     def plans(self, which: np.ndarray, rows: np.ndarray) -> Chunk:
         """Every one of the blocks ``which`` with every one of the inner ``rows``, blocks the slower axis."""
@@ -136,8 +139,11 @@ class Blocks:
             plans=self._columns(which, rows),
             numbers=(numbers[:, None] + rows[None, :]).ravel(),
             same_work=self._distinct(which, rows, _BESIDE_WORK),
-            same_memory=self._distinct(which, rows, _BESIDE_MEMORY),
         )
+
+    def same_memory(self, which: np.ndarray, rows: np.ndarray) -> Distinct:
+        """The distinct ones among such plans as far as memory goes."""
+        return self._distinct(which, rows, _BESIDE_MEMORY)
 
     def _columns(self, which: np.ndarray, rows: np.ndarray) -> PlanColumns:
         columns = {name: np.repeat(column[which], len(rows)) for name, column in self.outer.items()}
@@ -153,8 +159,11 @@ class Blocks:
                 digits += self.index[which] // place % size * place
             place *= size
         _, first, of_block = np.unique(self.index[which] - digits, return_index=True, return_inverse=True)
-        columns = [column[rows] for name, column in self.inner.items() if name not in beside]
-        first_row, of_row = distinct_rows(columns, len(rows))
+        columns = {name: column[rows] for name, column in self.inner.items() if name not in beside}
+        for name in columns:
+            if name.endswith("_ratio"):
+                columns[name] = np.unique(columns[name], return_inverse=True)[1]
+        first_row, of_row = distinct_columns(columns, len(rows))
         return Distinct(
             plans=self._columns(which[first], rows[first_row]),
             of_row=(of_block[:, None] * len(first_row) + of_row[None, :]).ravel(),
@@ -176,7 +185,7 @@ class Chunk:
     numbers: np.ndarray
     """``[n]``: the number of each combination."""
     same_work: Distinct
-    same_memory: Distinct
+    """The distinct ones as far as the work of blocks and collectives goes."""
 
 
 class Expander:
@@ -200,7 +209,8 @@ class Expander:
 
         A slice takes every so many of the degrees, so that all slices are alike.
         """
-        wanted = self.space.num_combinations // COMBINATIONS_AT_ONCE
+        size = self.space.num_combinations
+        wanted = max(min(size // FEW_COMBINATIONS, ENOUGH_PARTS), size // MANY_COMBINATIONS)
         number = max(1, min(wanted, len(self.space.degrees)))
         return [slice(start, None, number) for start in range(number)]
 
@@ -365,10 +375,10 @@ class Expander:
         if "dp" in reads:
             reads |= {"dp_replicate", "dp_shard"}
         outer = sorted(name for name in reads if name in columns)
-        distinct, of_block = distinct_rows([columns[name] for name in outer], num_blocks)
-        num_keys = len(distinct)
+        some, of_block = distinct_columns({name: columns[name] for name in outer}, num_blocks)
+        num_keys = len(some)
         weight = np.bincount(of_block, minlength=num_keys)
-        table = {name: np.repeat(columns[name][distinct], size) for name in outer}
+        table = {name: np.repeat(columns[name][some], size) for name in outer}
         table |= {name: np.tile(column, num_keys) for name, column in self.inner.items()}
         legal = np.ones(num_keys * size, dtype=bool)
 
@@ -439,15 +449,12 @@ def plan_at(columns: PlanColumns, row: int, num_layers: int) -> tuple[Plan, int,
     return plan, int(columns.global_batch_size[row]), int(columns.sequence_length[row])
 
 
-def distinct_rows(columns: list[np.ndarray], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def distinct_columns(columns: Columns, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """One row of each distinct combination of columns, and ``[n]`` which of them each row has."""
-    key = np.zeros(num_rows, dtype=np.int64)
-    for column in columns:
-        values, inverse = np.unique(column, return_inverse=True)
-        key = key * len(values) + inverse
-        _, key = np.unique(key, return_inverse=True)
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse
+    if not columns or not num_rows:
+        return np.zeros(min(num_rows, 1), dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+    first, kind = distinct.Columns(columns).distinct(list(columns))
+    return first, np.broadcast_to(kind, (num_rows,))
 
 
 def _same_order_before(codes: np.ndarray, choice: np.ndarray, columns: Columns) -> np.ndarray:

@@ -54,7 +54,7 @@ def memory_bounds(estimator: Estimator, blocks: Blocks, chunk_rows: int) -> Memo
     """
     held, high = np.zeros(len(blocks)), np.zeros(len(blocks))
     for some, rows in _pieces(blocks, np.arange(len(blocks)), smallest_rows, chunk_rows):
-        same = blocks.plans(some, rows).same_memory
+        same = blocks.same_memory(some, rows)
         table = estimator.memory(same.plans)
         held[some] = _least(table.memory_bytes[same.of_row], len(some))
         high[some] = _least(table.high_bytes[same.of_row], len(some))

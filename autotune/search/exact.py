@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from autotune.cost.columns import PlanColumns, encode
-from autotune.cost.estimate import EstimateTable, Estimator
+from autotune.cost.estimate import Distinct, EstimateTable, Estimator
 from autotune.search.archive import Best, Front, first_of_equals, non_dominated
 from autotune.search.blocks import Blocks, Chunk, Counts, Expander, plan_at
 from autotune.search.bounds import SLACK, MemoryBounds, least_seconds, memory_bounds, time_bounds, without_recompute
@@ -332,8 +332,8 @@ def _search_part(job: Job, known: Archive, part: slice) -> PartResult:
     blocks = job.expander.blocks(part)
     result.counts.merge(blocks.counts)
     if not job.prune:
-        for chunk in blocks.chunks(np.arange(len(blocks)), job.chunk_rows):
-            _evaluate(job, result, chunk)
+        for chunk, same_memory in blocks.chunks(np.arange(len(blocks)), job.chunk_rows):
+            _evaluate(job, result, chunk, same_memory)
         return result
     held = memory_bounds(job.estimator, blocks, job.chunk_rows)
     fits = held.memory_bytes_high <= job.max_memory_bytes
@@ -342,8 +342,8 @@ def _search_part(job: Job, known: Archive, part: slice) -> PartResult:
     left = bounds.of_use(np.flatnonzero(fits), result)
     for layer in _layers(bounds.costs[left], blocks.num_plans[left], job.chunk_rows):
         some = bounds.without_useless(left[layer], bounds.costs[left[layer]], result)
-        for chunk in blocks.chunks(some, job.chunk_rows):
-            _evaluate(job, result, chunk, bounds)
+        for chunk, same_memory in blocks.chunks(some, job.chunk_rows):
+            _evaluate(job, result, chunk, same_memory, bounds)
     return result
 
 
@@ -414,10 +414,10 @@ def _layers(costs: np.ndarray, num_plans: np.ndarray, least_plans: int) -> Itera
     yield from np.split(rest, np.flatnonzero(np.diff(place)) + 1)
 
 
-def _evaluate(job: Job, result: PartResult, chunk: Chunk, bounds: _Bounds | None = None) -> None:
+def _evaluate(job: Job, result: PartResult, chunk: Chunk, same_memory: Distinct, bounds: _Bounds | None = None) -> None:
     """Estimate plans and keep what is of use."""
     numbers = chunk.numbers
-    table = job.estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=chunk.same_memory)
+    table = job.estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=same_memory)
     fits = table.memory_bytes_high <= job.max_memory_bytes
     result.counts.evaluated += len(numbers)
     result.counts.evaluated_not_fitting += len(numbers) - int(np.count_nonzero(fits))

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from autotune.cost.estimate import Estimator
+from autotune.cost.compute import Basis, compute_work
+from autotune.cost.estimate import Estimator, work_and_wire
 from autotune.search import exact
 from autotune.search.archive import Front
-from autotune.search.blocks import COMBINATIONS_AT_ONCE, Expander
+from autotune.search.blocks import MANY_COMBINATIONS, Expander
 from autotune.search.bounds import least_seconds, memory_bounds, time_bounds
 from autotune.search.exact import SearchResult, search
 from autotune.search.plan_objectives import Prices, objective_costs
@@ -155,7 +156,7 @@ def test_no_plan_is_below_its_blocks_bounds(drawn: tuple[ModelSpec, PlanSpace]) 
         blocks = blocks_of.blocks(part)
         held = memory_bounds(estimator, blocks, 4096)
         seconds = time_bounds(estimator, blocks, np.arange(len(blocks)), 4096)
-        for chunk in blocks.chunks(np.arange(len(blocks)), 4096):
+        for chunk, _ in blocks.chunks(np.arange(len(blocks)), 4096):
             table = estimator.estimate(chunk.plans)
             block = np.searchsorted(blocks.index, chunk.numbers // blocks.num_inner)
             assert (table.step_seconds >= seconds[block]).all()
@@ -172,14 +173,28 @@ def test_shared_work_changes_nothing(drawn: tuple[ModelSpec, PlanSpace]) -> None
     blocks_of = Expander(space, RuleContext(model, CLUSTER.num_devices))
     estimator = Estimator.of(model, CLUSTER)
     blocks = blocks_of.blocks(slice(None))
-    for chunk in blocks.chunks(np.arange(len(blocks)), 512):
-        shared = estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=chunk.same_memory)
+    for chunk, same_memory in blocks.chunks(np.arange(len(blocks)), 512):
+        shared = estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=same_memory)
         alone = estimator.estimate(chunk.plans)
         np.testing.assert_allclose(shared.step_seconds, alone.step_seconds, rtol=1e-12)
         np.testing.assert_allclose(shared.memory_bytes, alone.memory_bytes, rtol=1e-12)
+        scope = estimator.scope(chunk.plans)
+        whole = compute_work(Basis(scope.shape, scope.device, scope.software, scope.coefficients, chunk.plans))
+        once, _ = work_and_wire(scope, chunk.plans)
+        for a, b in zip(numbers_in(whole), numbers_in(once), strict=True):
+            np.testing.assert_array_equal(
+                np.broadcast_to(a, len(chunk.numbers)), np.broadcast_to(b, len(chunk.numbers))
+            )
         decoded = blocks_of.columns(chunk.numbers)
         for field in dataclasses.fields(decoded):
             np.testing.assert_array_equal(getattr(decoded, field.name), getattr(chunk.plans, field.name), field.name)
+
+
+def numbers_in(value: Any) -> list[Any]:
+    """All numbers and arrays in nested tuples and dataclasses."""
+    if dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    return [leaf for part in value for leaf in numbers_in(part)] if isinstance(value, tuple) else [value]
 
 
 def medium_space(model: ModelSpec, *pins: str, **options: Any) -> PlanSpace:
@@ -327,7 +342,7 @@ def test_memory_stays_bounded_however_large_the_space() -> None:
     each = space.num_combinations / len(space.degrees)
     sizes = [len(space.degrees[part]) * each for part in parts]
     assert sum(sizes) == space.num_combinations
-    assert max(sizes) <= max(COMBINATIONS_AT_ONCE * 1.5, each)
+    assert max(sizes) <= max(MANY_COMBINATIONS * 1.5, each)
     job = dataclasses.replace(job_of(model, big, space, ("step_time", "memory")), chunk_rows=2**15)
     tracemalloc.start()
     exact._search_part(job, exact.Archive.empty(job), parts[0])

@@ -140,7 +140,7 @@ def test_light_ends_become_a_list_of_layers() -> None:
     expander = Expander(space_of(*pins, model=model), RuleContext(model, 32))
     blocks = expander.blocks(slice(None))
     assert set(blocks.outer["first_stage_layers"].tolist()) == {3}
-    chunk = next(blocks.chunks(np.arange(1), 10))
+    chunk, _ = next(blocks.chunks(np.arange(1), 10))
     plan, batch, length = plan_at(chunk.plans, 0, model.num_layers)
     assert plan.layers_per_stage == (3, 4, 4, 4, 4, 4, 4, 3)
     assert (batch, length) == (64, 4096)
