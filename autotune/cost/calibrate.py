@@ -277,6 +277,14 @@ class Fit:
                 matrix[np.arange(len(base)), offset + block.index[picked]] = change
         return matrix
 
+    def is_known(self, rows: np.ndarray) -> np.ndarray:
+        """Parameters that some rows depend on, ``[parameters]`` bools. ``rows``: ``[n]`` bools."""
+        known = [
+            np.ones(1, dtype=bool) if block.index is None else np.isin(np.arange(block.size), block.index[rows])
+            for block in self.blocks
+        ]
+        return np.concatenate(known)
+
     def calibration(self, theta: np.ndarray) -> Calibration:
         """Parameters as figures."""
         found: dict[str, dict[str, dict[str, float]]] = {"device": {}, "software": {}}
@@ -335,7 +343,12 @@ def grouped_folds(keys: Sequence[str], num_folds: int) -> np.ndarray:
 
 
 def held_out(
-    fit: Fit, log_measured: np.ndarray, families: np.ndarray, folds: np.ndarray, start: np.ndarray
+    fit: Fit,
+    log_measured: np.ndarray,
+    families: np.ndarray,
+    folds: np.ndarray,
+    start: np.ndarray,
+    max_evaluations: int = 12,
 ) -> np.ndarray:
     """Logarithm of the step time of every row by a fit that never saw the row's fold. ``[n]``
 
@@ -344,12 +357,14 @@ def held_out(
         log_measured: ``[n]``.
         families: ``[n]`` numbers.
         folds: ``[n]``: fold of each row.
-        start: Parameters to begin from; they move freely, so that it only saves steps.
+        start: Parameters to begin from, to save steps; those that no other fold knows of begin at their prior.
+        max_evaluations: Steps at most.
     """
     predicted = np.full(len(log_measured), np.nan)
     for fold in np.unique(folds):
         out = folds == fold
-        theta = solve(fit, log_measured, families, ~out, start=start, max_evaluations=10)
+        begin = np.where(fit.is_known(~out), start, fit.start)
+        theta = solve(fit, log_measured, families, ~out, start=begin, max_evaluations=max_evaluations)
         predicted[out] = fit.log_seconds(theta)[out]
     return predicted
 
