@@ -24,6 +24,8 @@ from engine.step import Stepper
 NUM_WARMUP = 2
 MIN_STEPS, MAX_STEPS = 5, 60
 TINY_LENGTH = 8
+TINY_WAIT, REAL_WAIT = 1.6, 1.25
+"""Time of a step over its CPU time, at most, where ranks have equal work: see ``Timer.longest``."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,23 @@ def _measure(config: RunConfig, own: ParallelContext, timer: Timer, seconds: flo
     seconds_of_one = [_timed(stepper, tokens, clock) for _ in range(NUM_WARMUP)][-1]
     num_steps = everyone.broadcast(min(max(int(seconds / sum(seconds_of_one)), MIN_STEPS), MAX_STEPS))
     everyone.barrier()
+    start = time.process_time()
     steps = [_timed(stepper, tokens, clock) for _ in range(num_steps)]
+    cpu_seconds = (time.process_time() - start) / num_steps
     compute, optimizer = zip(*steps, strict=True)
     times = everyone.gather((low_quantile(compute), low_quantile(optimizer)))
+    compute_seconds, optimizer_seconds = (max(of_ranks) for of_ranks in zip(*times, strict=True))
+    micro_batches = plan.num_micro_batches(batch)
+    wait = TINY_WAIT if length == TINY_LENGTH else REAL_WAIT
+    longest = timer.longest(cpu_seconds, wait * (micro_batches + plan.pp - 1) / micro_batches)
+    shorter = min(longest / (compute_seconds + optimizer_seconds), 1.0)
     return StepSample(
         model=config.model,
         plan=plan,
         global_batch_size=batch,
         sequence_length=length,
-        compute_seconds=max(compute for compute, _ in times),
-        optimizer_seconds=max(optimizer for _, optimizer in times),
+        compute_seconds=shorter * compute_seconds,
+        optimizer_seconds=shorter * optimizer_seconds,
     )
 
 

@@ -6,6 +6,7 @@ the same, on a busy one the low quantile is what the machine can do.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ MIN_BLOCKS = 5
 MAX_BLOCKS = 400
 QUANTILE = 0.2
 """Of the blocks' times, which is told."""
+
+COLLECTIVE_WAIT = 2.0
+"""Time of a collective on a CPU over its CPU time, at most: each message wakes a thread, which takes as long as to send
+a small one. What takes longer has waited for a core."""
 
 Action = Callable[[], object]
 Clock = Callable[[], float]
@@ -70,7 +75,24 @@ class Timer:
         self.context.barrier()
         num_blocks, calls = self.context.broadcast(self._sizes(self._warm_up(action, num_calls=3)))
         self.context.barrier()
-        return self._slowest(self._blocks(action, num_blocks, calls, time.perf_counter))
+        start = time.process_time()
+        times = self._blocks(action, num_blocks, calls, time.perf_counter)
+        cpu_seconds = (time.process_time() - start) / (num_blocks * calls)
+        return min(self._slowest(times), self.longest(cpu_seconds, COLLECTIVE_WAIT))
+
+    def longest(self, cpu_seconds: float, wait: float) -> float:
+        """The longest that a call by all ranks together takes on a machine that does nothing else.
+
+        Args:
+            cpu_seconds: CPU time of a call in this rank's process, its threads for communication among them.
+            wait: Time relative to CPU time at which ranks no longer wait for each other, but for a core.
+
+        Returns:
+            Infinite where CPU time says little: with several threads, or where the device is another.
+        """
+        if self.context.device.type != "cpu" or self.threads > 1:
+            return math.inf
+        return wait * max(self.context.gather(cpu_seconds))
 
     def pair(self, first: Callable[[], object], second: Callable[[object], object]) -> tuple[float, float]:
         """Seconds of two actions one after the other, of which the second takes what the first made (a forward and a

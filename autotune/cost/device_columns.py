@@ -133,6 +133,7 @@ class SoftwareColumns:
     host_ratio: Number
     tp_launches: Number
     shard_launches: Number
+    gather_launches: Number
     pp_launches: Number
     tp_communication_ratio: Number
     dp_communication_ratio: Number

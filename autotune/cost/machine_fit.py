@@ -52,6 +52,9 @@ class Unknown:
     """Where the fit starts, and stays where no sample says otherwise."""
     is_factor: bool = True
     """A factor of the engine (``SoftwareFigures``); else a figure of the formulas (``Coefficients``)."""
+    pull: float = 0.02
+    """Weight of the start relative to one sample: decides what no sample does. Times of communication alone are
+    measured, so that within a step is taken to be alike unless steps are clear about it."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,23 @@ STAGES = (
             Unknown("step_kernels", 100.0, is_factor=False),
         ),
     ),
-    Stage(lambda plan: plan.tp > 1, (Unknown("tp_launches", 30.0), Unknown("tp_communication_ratio", 1.0))),
-    Stage(lambda plan: plan.dp_shard > 1, (Unknown("shard_launches", 30.0), Unknown("dp_communication_ratio", 1.0))),
-    Stage(lambda plan: plan.pp > 1, (Unknown("pp_launches", 30.0), Unknown("pp_communication_ratio", 1.0))),
+    Stage(
+        lambda plan: plan.tp > 1,
+        (Unknown("tp_launches", 100.0), Unknown("tp_communication_ratio", 1.0, pull=0.2)),
+    ),
+    Stage(
+        lambda plan: plan.dp_shard > 1,
+        (
+            Unknown("shard_launches", 10.0),
+            Unknown("gather_launches", 20.0),
+            Unknown("dp_communication_ratio", 1.0, pull=0.2),
+        ),
+    ),
+    Stage(
+        lambda plan: plan.pp > 1,
+        (Unknown("pp_launches", 20.0), Unknown("pp_communication_ratio", 1.0, pull=0.2)),
+    ),
 )
-PULL = 0.02
-"""Weight of where the fit starts, relative to one sample: decides what no sample does."""
 RANGE = 60.0
 """A fitted figure stays within this factor of where it starts."""
 
@@ -173,13 +187,14 @@ def _fit_stage(
 
     model = StepModel(cluster, samples)
     start = np.log([unknown.start for unknown in unknowns])
+    pulls = np.array([unknown.pull for unknown in unknowns])
 
     def values(logs: np.ndarray) -> dict[str, float]:
         return {unknown.name: float(value) for unknown, value in zip(unknowns, np.exp(logs), strict=True)}
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         step, optimizer = model.deviations(values(logs))
-        pulled: np.ndarray = np.concatenate([step, optimizer, PULL * (logs - start)])
+        pulled: np.ndarray = np.concatenate([step, optimizer, pulls * (logs - start)])
         return pulled
 
     bounds = (start - np.log(RANGE), start + np.log(RANGE))

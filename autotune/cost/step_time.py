@@ -273,7 +273,8 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
     for part, name in {"matmul": "matmul", "attention": "attention", "memory_bound": "memory"}.items():
         parts[part] = m * (forward.of(name).on(own) + backward.of(name).on(own))
     parts["recompute"] = m * again.on(own)
-    parts["host"] = m * (slow_forward + slow_backward - pick(forward_device + backward_device, slow))
+    gathers = num_gathers(c, wire, own) * x.software.gather_launches * launch
+    parts["host"] = m * (slow_forward + slow_backward - pick(forward_device + backward_device, slow)) + gathers
     for axis in ("tp", "cp", "ep"):
         (shown, unseen), (shown_back, unseen_back) = forward.waiting(axis), backward.waiting(axis)
         parts[axis] = m * (shown.on(own) + shown_back.on(own))
@@ -344,6 +345,15 @@ def data_parallel(
     whole = reduce.plus(gather).plus(beside_passes)
     once = (wire.tied_reduce + wire.tp_step) * scale
     return whole.exposed + shard * first + once, whole.hidden
+
+
+def num_gathers(c: PlanColumns, wire: Communication, own: Blocks) -> Number:
+    """Gathers and reductions of sharded parameters per step and rank: of every block one each, or under ZeRO-3 a gather
+    for each pass and, without a pipeline, a reduction for each micro-batch."""
+    blocks = own.dense + own.moe + own.embedding + own.head
+    passes = np.asarray(wire.shard_passes)
+    each = np.where(passes > 0, passes + np.where(c.pp == 1, c.num_micro_batches, 1), 2)
+    return blocks * each * (c.dp_shard > 1)
 
 
 def block_parameters(s: ModelShape, c: PlanColumns) -> tuple[tuple[Number, Number], ...]:

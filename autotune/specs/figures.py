@@ -106,6 +106,8 @@ class SoftwareFigures(Schema):
     launches of a kernel."""
     shard_launches: NonNegative = 0.0
     """Host work that sharded parameters add to each pass of a layer, an embedding or a head, in launches."""
+    gather_launches: NonNegative = 0.0
+    """Host work around each gather of sharded parameters and each reduction into shards, in launches."""
     pp_launches: NonNegative = 0.0
     """Host work that a pipeline adds to each pass of a micro-batch, in launches."""
     tp_communication_ratio: Positive = 1.0

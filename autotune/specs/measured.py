@@ -202,7 +202,7 @@ def fit_link(
         )
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        links = [_link(level) for level in (*below, figures(logs))]
+        links = links_of((*below, figures(logs)))
         predicted = np.array([collective_seconds(sample, links, world_size) for sample in samples])
         logs_of_ratio: np.ndarray = np.log(np.maximum(predicted, 1e-12) / measured)
         return logs_of_ratio
@@ -223,14 +223,18 @@ def collective_seconds(sample: CollectiveSample, links: Sequence[Link], world_si
     return float(formula(float(sample.bytes), group, links))  # type: ignore[arg-type]
 
 
-def _link(level: LinkFigures) -> Link:
-    return Link(
-        num_devices=np.inf if level.num_devices is None else float(level.num_devices),
-        bandwidth=level.gb_per_second * 1e9,
-        latency=level.latency_us * 1e-6,
-        start=level.start_us * 1e-6,
-        half_bytes=level.half_mb * 1e6,
-    )
+def links_of(levels: Sequence[LinkFigures]) -> list[Link]:
+    """Levels in the form that ``engine.collective_cost`` takes, without reductions in switches."""
+    return [
+        Link(
+            num_devices=np.inf if level.num_devices is None else float(level.num_devices),
+            bandwidth=level.gb_per_second * 1e9,
+            latency=level.latency_us * 1e-6,
+            start=level.start_us * 1e-6,
+            half_bytes=level.half_mb * 1e6,
+        )
+        for level in levels
+    ]
 
 
 def relative_fit(columns: Iterable[np.ndarray], target: np.ndarray, num_rounds: int = 12) -> tuple[np.ndarray, float]:
