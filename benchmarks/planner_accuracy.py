@@ -32,6 +32,8 @@ RESULT = ROOT / "benchmarks" / "results" / "planner_accuracy.json"
 NUM_FOLDS = 10
 COVERAGE = 0.8
 """Share of unseen runs that intervals are made to hold."""
+UNSEEN_RATIO = 1.25
+"""How much wider the interval of a device without runs is than that of all runs of families left out."""
 PRIOR_RUNS = 10
 """Runs' worth of the residuals of all that a stack's or a device's own interval starts from."""
 
@@ -71,8 +73,12 @@ def main() -> None:
     if arguments.write:
         residuals = {name: np.abs(predicted - measured) for name, predicted in predictions.items()}
         stacks, kinds = [run.software for run in runs], [run.cluster.device_kind for run in runs]
+        everywhere = float(np.expm1(np.quantile(residuals["family_left_out"], COVERAGE)))
         write_calibration(
-            fit.calibration(theta), widths(stacks, residuals["folds"]), widths(kinds, residuals["family_left_out"])
+            fit.calibration(theta),
+            widths(stacks, residuals["folds"]),
+            widths(kinds, residuals["family_left_out"]),
+            unseen_interval=min(everywhere * UNSEEN_RATIO, 1.0),
         )
         write_fitted(runs)
 

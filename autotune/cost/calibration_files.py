@@ -18,7 +18,10 @@ RECENT = ("nemo-2025", "megatron-bridge", "megatron-bridge-2026")
 
 
 def write_calibration(
-    calibration: Calibration, software_intervals: Mapping[str, float], device_intervals: Mapping[str, float]
+    calibration: Calibration,
+    software_intervals: Mapping[str, float],
+    device_intervals: Mapping[str, float],
+    unseen_interval: float,
 ) -> None:
     """Write fitted figures and the widths of intervals into the package's files.
 
@@ -26,10 +29,11 @@ def write_calibration(
         calibration: The figures.
         software_intervals: Stack -> half-width of the interval of its step times, relative.
         device_intervals: Device kind -> the same for a stack that is not known.
+        unseen_interval: The same for devices that no run was measured on.
     """
     _write_coefficients(calibration)
     _write_software(calibration, software_intervals)
-    _write_hardware(calibration, device_intervals)
+    _write_hardware(calibration, device_intervals, unseen_interval)
     for cached in (coefficients, software_catalogue, catalogue):
         cached.cache_clear()
 
@@ -66,21 +70,21 @@ def _mean(values: list[float]) -> float:
     return float(product ** (1 / len(values)))
 
 
-def _write_hardware(calibration: Calibration, intervals: Mapping[str, float]) -> None:
+def _write_hardware(calibration: Calibration, intervals: Mapping[str, float], unseen_interval: float) -> None:
+    """Replace the fitted lines of each device's figures; those of the CPU, which users measure, stay."""
     lines, kind = [], ""
-    fitted = (*DEVICE_SPREAD, "interval_ratio")
     for line in CATALOGUE_FILE.read_text().splitlines():
         if match := re.match(r"([a-z0-9-]+):$", line):
             kind = match[1]
-        name = line.strip().split(":")[0]
-        known = kind in calibration.devices and (name in DEVICE_SPREAD or (name in fitted and kind in intervals))
-        if known and line.startswith("    "):
+        ours = line.startswith("    ") and line.split(":")[0].strip() in (*DEVICE_SPREAD, "is_fitted", "interval_ratio")
+        if ours and kind != "cpu":
             continue
         lines.append(line)
-        if line == "  figures:" and kind in calibration.devices:
-            lines += [f"    {key}: {_short(value)}" for key, value in calibration.devices[kind].items()]
-            if kind in intervals:
-                lines.append(f"    interval_ratio: {_short(intervals[kind])}")
+        if line == "  figures:" and kind != "cpu":
+            fitted = calibration.devices.get(kind)
+            if fitted:
+                lines += [*(f"    {key}: {_short(value)}" for key, value in fitted.items()), "    is_fitted: true"]
+            lines.append(f"    interval_ratio: {_short(intervals.get(kind, unseen_interval))}")
     write_text(CATALOGUE_FILE, "\n".join(lines) + "\n")
 
 

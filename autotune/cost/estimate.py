@@ -18,7 +18,7 @@ from autotune.cost.memory import MemoryTable, memory
 from autotune.cost.memory_recipe import recipe
 from autotune.cost.parts import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, Method
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_on
+from autotune.cost.software import software_on, time_interval_ratio
 from autotune.cost.step_time import Scope, StepTime, compose
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures, SoftwareFigures
@@ -143,7 +143,7 @@ class Estimator:
         Raises:
             UserError: The cluster has no figures for a precision of the table.
         """
-        interval = self.software.interval_ratio or self.figures.interval_ratio
+        interval = time_interval_ratio(self.software, self.figures)
         step = self.step_time(c, same_work=same_work)
         seconds = np.sum(list(step.parts.values()), axis=0)
         held = self.memory(c) if same_memory is None else _taken(self.memory(same_memory.plans), same_memory.of_row)
@@ -254,10 +254,11 @@ T = TypeVar("T")
 
 
 def _taken(value: T, rows: np.ndarray) -> T:
-    """Rows of all arrays in nested tuples, mappings and dataclasses; numbers, and arrays of one row, stand for all."""
+    """Rows of all arrays in nested tuples, mappings and dataclasses; numbers and arrays of one row stand for all."""
     result: Any = value
     if isinstance(value, np.ndarray):
-        result = value[rows] if value.ndim and len(value) > 1 else value
+        if value.ndim:
+            result = value[rows] if len(value) > 1 else np.broadcast_to(value, rows.shape)
     elif isinstance(value, tuple):
         result = type(value)(*(_taken(part, rows) for part in value))  # a NamedTuple
     elif isinstance(value, Mapping):

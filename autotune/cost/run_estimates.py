@@ -15,7 +15,7 @@ from autotune.cost.memory import memory
 from autotune.cost.memory_recipe import MemoryRecipe, recipe
 from autotune.cost.published import PublishedRun, columns
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_figures
+from autotune.cost.software import software_figures, time_interval_ratio
 from autotune.cost.step_time import Scope
 from autotune.specs.figures import DeviceFigures
 from engine.errors import UserError
@@ -66,9 +66,8 @@ def estimate_runs(runs: Sequence[PublishedRun], software: str | None = None) -> 
     )
     step = step_time(scope, plans)
     seconds = np.sum(list(step.parts.values()), axis=0)
-    device_interval = np.array([device.interval_ratio for device in devices])[machine]
-    own_interval = np.array([figure.interval_ratio or np.nan for figure in figures])[stack]
-    interval = np.where(np.isnan(own_interval), device_interval, own_interval)
+    intervals = np.array([[time_interval_ratio(figure, device) for device in devices] for figure in figures])
+    interval = intervals[stack, machine]
     held = memory(
         scope.shape,
         plans,

@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 
 from autotune.specs.cluster import ClusterSpec
-from autotune.specs.figures import SoftwareFigures
+from autotune.specs.figures import DeviceFigures, SoftwareFigures
 from engine.errors import UserError
 from engine.schema import parse
 from engine.yaml_file import read_yaml
@@ -22,6 +22,13 @@ def software_catalogue() -> dict[str, SoftwareFigures]:
     """Name -> the stack's figures."""
     document = read_yaml(SOFTWARE_FILE)
     return {name: parse(SoftwareFigures, data, document=document, path=(name,)) for name, data in document.data.items()}
+
+
+def time_interval_ratio(stack: SoftwareFigures, device: DeviceFigures) -> float:
+    """Half-width of the interval of step times, relative: the stack's own where both it and the device are known."""
+    if stack.interval_ratio is None:
+        return device.interval_ratio
+    return stack.interval_ratio if device.is_fitted else max(stack.interval_ratio, device.interval_ratio)
 
 
 def software_figures(name: str) -> SoftwareFigures:

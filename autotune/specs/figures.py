@@ -52,8 +52,10 @@ class DeviceFigures(Schema):
     """Memory taken by driver, libraries and communicators before the first tensor."""
     overlap_slowdown_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """How much longer a computation takes while a collective runs beside it."""
+    is_fitted: bool = False
+    """Whether step times of published runs on it stand behind the figures."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Half-width of the interval of time estimates on this device, relative, where nothing better is known."""
+    """Half-width of the interval of time estimates on this device, relative, with a stack that is not known."""
 
 
 class LinkFigures(Schema):
@@ -145,7 +147,8 @@ class SoftwareFigures(Schema):
     memory_recipe: str = "megatron"
     """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Half-width of the interval of its time estimates, relative; null takes the device's."""
+    """Half-width of the interval of its time estimates on devices whose figures are fitted, relative; null takes the
+    device's."""
     source: str = ""
     """Where the figures come from."""
 
