@@ -32,7 +32,7 @@ from engine.spec import ModelSpec
 NOT_BOUNDED = ("dp", "optimizer", "offload")
 """Parts of the step time that the bound takes as 0."""
 SLACK = 1e-9
-"""Relative room for rounding."""
+"""Relative room for rounding, more than costs are rounded by."""
 
 
 @dataclass(frozen=True)

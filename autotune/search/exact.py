@@ -22,7 +22,7 @@ from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.estimate import Distinct, EstimateTable, Estimator
 from autotune.search.archive import Best, Front, first_of_equals, non_dominated
 from autotune.search.blocks import Blocks, Chunk, Counts, Expander, plan_at
-from autotune.search.bounds import SLACK, MemoryBounds, least_seconds, memory_bounds, time_bounds, without_recompute
+from autotune.search.bounds import MemoryBounds, least_seconds, memory_bounds, time_bounds, without_recompute
 from autotune.search.plan_objectives import (
     PlanObjective,
     Prices,
@@ -381,8 +381,7 @@ class _Bounds:
 
     def _costs(self, which: np.ndarray) -> np.ndarray:
         memory = self._held.memory_bytes[which]
-        costs: np.ndarray = self._job.costs(self._seconds[which], memory, self._columns.take(which)) * (1 - SLACK)
-        return costs
+        return self._job.costs(self._seconds[which], memory, self._columns.take(which))
 
     def hold(self, table: EstimateTable, numbers: np.ndarray) -> bool:
         """Whether estimated plans are within their blocks' bounds."""

@@ -197,6 +197,15 @@ def numbers_in(value: Any) -> list[Any]:
     return [leaf for part in value for leaf in numbers_in(part)] if isinstance(value, tuple) else [value]
 
 
+def test_one_plan_under_several_orders_of_ranks_has_memory_for_each() -> None:
+    model = dense_model()
+    pins = ("tp=2", "pp=2", "cp=2", "dp_replicate=1", "recompute=none", "micro_batch_size=1", "zero_stage=1")
+    space = medium_space(model, *pins, "schedule=1f1b", "virtual_stages=1", "sequence_parallel=true", "overlap_tp=true")
+    result = search(model, CLUSTER, space, objectives=("speed", "memory"), num_processes=1, prune=False)
+    assert result.counts.evaluated == len(space.values["rank_order"]) - 1  # with dp 1, two orders place ranks alike
+    assert result.fits
+
+
 def medium_space(model: ModelSpec, *pins: str, **options: Any) -> PlanSpace:
     return plan_space(model, CLUSTER, global_batch_sizes=[32], sequence_lengths=[2048], pins=pins, **options)
 
@@ -266,6 +275,7 @@ def test_more_devices_are_used_only_where_they_pay() -> None:
     result = search(model, CLUSTER, space, objectives=("speed", "devices", "energy"), prices=PRICES)
     used = result.front.columns.world_size
     assert set(used.tolist()) == {1, 2, 4, 8}
+    assert result.counts.evaluated < result.counts.legal / 2  # plans are held against others of as many devices
     assert result.front.values[used == 8, 0].max() == result.front.values[:, 0].max()
 
 
