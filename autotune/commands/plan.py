@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.errors import UserError
-from engine.units import GIB
+from engine.units import GIB, parse_duration
 
 if TYPE_CHECKING:
     from autotune.search.answer import Answer
@@ -63,6 +63,7 @@ def command(
         str | None, typer.Option(help="Training stack assumed, such as fsdp. [default: a recent Megatron]")
     ] = None,
     engine: Annotated[bool, typer.Option("--engine", help="Only plans that our own engine runs.")] = False,
+    time: Annotated[str | None, typer.Option(help="End the search after so long: 30s, 2m.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="Write the best plan to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the plans as CSV.")] = False,
@@ -87,8 +88,9 @@ def command(
         engine_only=engine,
     )
     rival = None if compare is None else _read_rival(compare)
+    seconds = None if time is None else parse_duration(time)
     with _progress() as told:
-        answer = solve(question, top=top, ladder=path, rival=rival, replay=replay, progress=told)
+        answer = solve(question, top=top, ladder=path, rival=rival, replay=replay, max_seconds=seconds, progress=told)
     if save is not None and answer.plans:
         _save(answer, save)
     _print(answer, as_json=as_json, as_csv=as_csv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from typing import Any
 
 from autotune.search.answer import Answer, Change, Choice, Counts, Misfit, Rival, Rung
@@ -127,6 +128,7 @@ def _counts(counts: Counts) -> dict[str, Any]:
         "not_fitting": counts.num_not_fitting,
         "fitting": counts.num_fitting,
         "estimated": counts.num_estimated,
+        "gap_ratio": counts.gap_ratio if math.isfinite(counts.gap_ratio) else None,
         "seconds": counts.seconds,
     }
 

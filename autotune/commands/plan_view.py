@@ -134,9 +134,18 @@ def counts_text(counts: Counts) -> str:
         told.append("none of them fits")
     elif counts.num_not_fitting:
         told.append(f"{counts.num_not_fitting:,} of them need more memory")
+    if counts.gap_ratio:
+        told.append(gap_text(counts.gap_ratio))
     if counts.num_redundant:
         told.append(f"{counts.num_redundant:,} say the same as another")
     return ", ".join(told)
+
+
+def gap_text(ratio: float) -> str:
+    """What a search that left something out may have missed."""
+    if not math.isfinite(ratio):
+        return "ended early: how much better the rest could be is not known"
+    return f"one that was left out could be at most {percent(ratio)} better than the best"
 
 
 def removed_text(counts: Counts) -> str:

@@ -27,6 +27,8 @@ class Counts:
     """Legal ones that fit, or that a bound shows not to be best whether they fit or not."""
     num_estimated: int
     """Legal ones that were estimated; a bound decided the others."""
+    gap_ratio: float
+    """By how much at most a plan that was not estimated could be better than the best found; 0: there is none."""
     seconds: float
     """Time of the whole answer."""
 

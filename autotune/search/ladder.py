@@ -41,6 +41,10 @@ class Step:
     fields: tuple[str, ...]
 
 
+BestOf = Callable[[Question], tuple[EstimatedPlan | None, EstimatedPlan | None, str]]
+"""The best plan of a question; where none fits, the one that needs the least memory; where none is legal, the rule that
+removed the most."""
+
 STEPS = (
     Step("data_parallel", "data parallel only", ()),
     Step("zero", "+ ZeRO stages", ("zero_stage", "dp_replicate")),
@@ -59,14 +63,13 @@ STEPS = (
 """The rungs in the order in which a team usually comes by them; each rung's gain depends on what came before it."""
 
 
-def climb(
-    question: Question, best_of: Callable[[Question], tuple[EstimatedPlan | None, EstimatedPlan | None]]
-) -> tuple[Rung, ...]:
+def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tuple[Rung, ...]:
     """The ladder of a question.
 
     Args:
         question: The question; its pins hold on every rung.
-        best_of: The best plan of a question, and the one nearest to fitting where none fits.
+        best: Its best plan, which the last rung leads to; None where none fits.
+        best_of: Searches for a rung.
     """
     rungs: list[Rung] = []
     free: set[str] = set()
@@ -76,16 +79,20 @@ def climb(
         if step.fields and not gained:
             continue  # the space leaves no choice here
         free |= set(step.fields)
-        best, closest = best_of(replace(question, space=_restricted(question.space, free)))
-        if best is not None:
-            gain = last.seconds_per_token / best.seconds_per_token - 1 if last is not None else None
-            rungs.append(Rung(step.id, step.words, best, gain, ""))
-            last = best
+        space = _restricted(question.space, free)
+        if best is not None and space.values == question.space.values:
+            found, closest, rule = best, None, ""
+        else:
+            found, closest, rule = best_of(replace(question, space=space))
+        if found is not None:
+            gain = last.seconds_per_token / found.seconds_per_token - 1 if last is not None else None
+            rungs.append(Rung(step.id, step.words, found, gain, ""))
+            last = found
         elif closest is not None:
             times = closest.memory_bytes.high / closest.memory_limit_bytes
             rungs.append(Rung(step.id, step.words, closest, None, f"out of memory, {times:.2g} times what there is"))
         else:
-            rungs.append(Rung(step.id, step.words, None, None, "no legal plan"))
+            rungs.append(Rung(step.id, step.words, None, None, f"no legal plan ({rule})"))
     return tuple(rungs)
 
 

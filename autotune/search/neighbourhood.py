@@ -23,14 +23,22 @@ from autotune.search.question import Question
 from engine.plan import Plan
 from engine.rule import RuleContext
 
-NUM_SEEDS = 10
-"""Best plans whose values make up the neighbourhood."""
-NUM_WIDENED = 3
-"""Of these, the ones that bring the values next to their own too."""
-WHOLE_FIELDS = ("layers_per_stage", "etp", "global_batch_size", "sequence_length")
-"""Fields with few values, or whose values in a plan are not those of the space."""
-MOST_COMBINATIONS = 3_000_000
-"""Larger products are cut down to fewer seeds."""
+WIDTHS = (
+    (10, 3, True), (10, 1, True), (10, 1, False), (5, 1, False), (2, 1, False), (1, 1, False), (3, 0, False),
+    (1, 0, False),
+)  # fmt: skip
+"""How wide a neighbourhood is, the widest first: best plans whose values make it up; of these, the ones that bring the
+values next to their own too; and whether small choices take all their values."""
+BATCH_FIELDS = ("global_batch_size", "sequence_length")
+SMALL_CHOICES = (
+    "layers_per_stage", "etp", "sequence_parallel", "vocab_parallel", "recompute_period", "overlap_dp", "overlap_tp",
+    "overlap_pp",
+)  # fmt: skip
+"""Fields that change little."""
+ORDERED = (*DEGREES, "virtual_stages", "ep", "micro_batch_size", "zero_stage")
+"""Fields whose values have neighbours; of the others, all are near."""
+MOST_COMBINATIONS = 700_000
+"""The widest neighbourhood with no more combinations is taken."""
 MOST_ROWS = 8000
 """Rows that are kept for estimates under other figures: the best ones, whether they fit or not."""
 
@@ -127,33 +135,38 @@ def estimated(question: Question, columns: PlanColumns) -> Neighbourhood:
 
 def space_around(question: Question, plans: Sequence[Plan], free: Collection[str] = ()) -> PlanSpace:
     """The part of a question's space around some plans, the best first; fields of ``free`` keep all their values."""
-    for num_seeds in range(min(NUM_SEEDS, len(plans)), 0, -1):
-        space = _around(question.space, plans[:num_seeds], {*WHOLE_FIELDS, *free})
+    for num_seeds, num_widened, is_wide in WIDTHS:
+        space = _around(question.space, plans[:num_seeds], num_widened, () if is_wide else SMALL_CHOICES, free)
         if space.num_combinations <= MOST_COMBINATIONS:
             break
     return space
 
 
-def _around(space: PlanSpace, plans: Sequence[Plan], whole: Collection[str]) -> PlanSpace:
+def _around(
+    space: PlanSpace, plans: Sequence[Plan], num_widened: int, closed: Collection[str], free: Collection[str]
+) -> PlanSpace:
     values: dict[str, tuple[Value, ...]] = {}
     for name in (*DEGREES, *OUTER_FIELDS, *INNER_FIELDS):
-        if name not in space.values or name in whole:
+        if name not in space.values or name in (*BATCH_FIELDS, *free):
             continue
         allowed = space.values[name]
-        seen = {getattr(plan, name) for plan in plans}
-        near = set(allowed)
-        if _is_ordered(name):
-            near = {allowed[i] for plan in plans[:NUM_WIDENED] for i in _next_to(allowed, getattr(plan, name))}
-        elif name == "rank_order":
-            near = set()  # three orders would triple the table for next to nothing
-        kept = tuple(value for value in allowed if value in seen | near)
-        values[name] = kept or allowed
+        seen = {_value_of(plan, name) for plan in plans}
+        if name in ORDERED:
+            near = {allowed[i] for plan in plans[:num_widened] for i in _next_to(allowed, _value_of(plan, name))}
+        else:  # three orders of the ranks would triple the table for next to nothing
+            near = set() if name in (*closed, "rank_order") else set(allowed)
+        values[name] = tuple(value for value in allowed if value in seen | near) or allowed
     return space.changed(**values)
 
 
-def _is_ordered(name: str) -> bool:
-    """Whether values of a field have neighbours; of the others (words, switches), all are near."""
-    return name in DEGREES or name in ("virtual_stages", "ep", "micro_batch_size", "zero_stage")
+def _value_of(plan: Plan, name: str) -> Value:
+    """A field of a plan as the space writes it."""
+    if name == "layers_per_stage":
+        return "even" if plan.layers_per_stage is None else "light_ends"
+    if name == "etp":
+        return 1 if plan.etp == 1 else "tp"
+    value: Value = getattr(plan, name)
+    return value
 
 
 def _next_to(allowed: Sequence[Value], value: Value) -> list[int]:

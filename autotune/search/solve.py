@@ -17,7 +17,7 @@ from autotune.search.exact import PlanRows, Progress, SearchResult, search
 from autotune.search.ladder import climb
 from autotune.search.misfit import explain_misfit, refuse_empty_space
 from autotune.search.neighbourhood import explore, space_around
-from autotune.search.plan_objectives import OBJECTIVES
+from autotune.search.plan_objectives import OBJECTIVES, PlanObjective
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
 from engine.plan import plan_table
@@ -34,6 +34,7 @@ def solve(
     rival: RivalPlan | None = None,
     replay: bool = False,
     advise: bool = True,
+    max_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Answer a question.
@@ -45,13 +46,14 @@ def solve(
         rival: A plan to hold against the best.
         replay: Whether to replay the pipeline schedules of the answer's plans.
         advise: Whether to say what would help and what each choice is worth.
+        max_seconds: The search ends after about so long, with a bound on what it may have missed.
         progress: Told the share of the search that is done.
 
     Raises:
         UserError: No plan is legal, with the rule that is in the way and its numbers.
     """
     started = time.perf_counter()
-    result = look(question, top, progress)
+    result = look(question, top, max_seconds, progress)
     if not result.counts.legal:
         refuse_empty_space(question, result.counts)
     found = ranked_plans(question, result)
@@ -61,7 +63,7 @@ def solve(
         notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top)")
     answer = Answer(
         question=question,
-        counts=_counts(result),
+        counts=_counts(result, question.objectives[0]),
         plans=plans,
         comparisons=tuple(compare(plans[0], plan) for plan in plans),
         shares=shares(plans[0]) if plans else (),
@@ -81,7 +83,7 @@ def solve(
             choices=choices(around),
         )
     if ladder:
-        answer = replace(answer, ladder=climb(question, best_and_closest))
+        answer = replace(answer, ladder=climb(question, plans[0] if plans else None, best_of))
     if rival is not None:
         answer = replace(answer, rival=judge(question, rival, plans[0] if plans else None))
     if replay:
@@ -90,7 +92,9 @@ def solve(
     return replace(answer, counts=replace(answer.counts, seconds=seconds))
 
 
-def look(question: Question, top: int, progress: Progress | None = None) -> SearchResult:
+def look(
+    question: Question, top: int, max_seconds: float | None = None, progress: Progress | None = None
+) -> SearchResult:
     """The exact search for a question's best plans."""
     return search(
         question.model,
@@ -102,16 +106,20 @@ def look(question: Question, top: int, progress: Progress | None = None) -> Sear
         distinct=DISTINCT_FIELDS,
         software=question.software,
         prices=question.prices,
+        max_seconds=max_seconds,
         progress=progress,
     )
 
 
-def best_and_closest(question: Question) -> tuple[EstimatedPlan | None, EstimatedPlan | None]:
-    """The best plan of a question, and the one that needs the least memory where none fits."""
+def best_of(question: Question) -> tuple[EstimatedPlan | None, EstimatedPlan | None, str]:
+    """The best plan of a question; where none fits, the one that needs the least memory; where none is legal, the rule
+    that removed the most."""
     result = look(question, 1)
     plans = described(question, result.top[question.objectives[0]])
     closest = described(question, result.closest)
-    return (plans[0] if plans else None), (closest[0] if closest else None)
+    removed = result.counts.removed
+    rule = max(removed, key=lambda name: removed[name]) if removed else ""
+    return (plans[0] if plans else None), (closest[0] if closest else None), rule
 
 
 def ranked_plans(question: Question, result: SearchResult) -> tuple[EstimatedPlan, ...]:
@@ -140,7 +148,7 @@ def _replayed(question: Question, plans: Sequence[EstimatedPlan]) -> tuple[Estim
     return tuple(plan if plan.plan.pp > 1 else None for plan in again)
 
 
-def _counts(result: SearchResult) -> Counts:
+def _counts(result: SearchResult, first: PlanObjective) -> Counts:
     counts = result.counts
     return Counts(
         num_combinations=counts.combinations,
@@ -149,5 +157,6 @@ def _counts(result: SearchResult) -> Counts:
         num_not_fitting=counts.not_fitting,
         num_fitting=counts.legal - counts.not_fitting,
         num_estimated=counts.evaluated,
+        gap_ratio=result.gaps.get(first, 0.0),
         seconds=0.0,
     )

@@ -16,7 +16,7 @@ from autotune.search.estimated import EstimatedPlan, Figure
 from autotune.search.ladder import climb
 from autotune.search.neighbourhood import explore, space_around
 from autotune.search.question import Question, ask, read_pins
-from autotune.search.solve import best_and_closest, solve
+from autotune.search.solve import best_of, solve
 from autotune.search.words import MEMORY_NAMES, RESOURCES, TIME_NAMES, layout_words, settings
 from autotune.specs.cluster import parse_cluster
 from engine.errors import UserError
@@ -129,7 +129,7 @@ def test_a_gain_is_one_that_the_search_confirms(answer: Answer) -> None:
     found = {variant.id: variant for variant in variants(answer.question)}
     assert {"inter_node_bandwidth_x2", "memory_x2", "devices_x2", "batch_x2", "precision_fp8"} <= set(found)
     for change in answer.changes:
-        best, _ = best_and_closest(found[change.id].question)
+        best, _, _ = best_of(found[change.id].question)
         assert best is not None
         gain = answer.plans[0].seconds_per_token / best.seconds_per_token - 1
         assert change.gain_ratio <= gain + 1e-6
@@ -181,7 +181,7 @@ def test_the_ladder_leads_to_the_best_plan(answer: Answer) -> None:
 
 def test_rungs_that_do_not_fit_say_so() -> None:
     asked = question(max_memory="24GiB")
-    rungs = climb(asked, best_and_closest)
+    rungs = climb(asked, None, best_of)
     first = rungs[0]
     assert first.plan is not None
     assert first.plan.plan.mesh == "dp32"
