@@ -1,9 +1,9 @@
 """The fit of the cost model's figures to measured step times.
 
 Unknown are the coefficients of the formulas, two factors per device and a few per training stack, all as logarithms
-(shares as log odds). Each has a prior: its default, within a stated spread; a stack or a device with few runs stays
-near it. The loss is the robust sum of squared errors of the logarithm of the step time, each run weighted down by how
-many its family has, since runs of one publisher share their faults.
+(shares as log odds). Each has a prior: its default, or for a stack the value of the stack it grew from, within a stated
+spread; a stack or a device with few runs stays near it. The loss is the robust sum of squared errors of the logarithm
+of the step time, each run weighted down by how many its family has, since runs of one publisher share their faults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autotune.cost.compute import Basis, compute_work
 from autotune.cost.device_columns import FP8_RECIPES, DeviceColumns, SoftwareColumns
 from autotune.cost.estimate import work_and_wire
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_figures
+from autotune.cost.software import software_catalogue
 from autotune.cost.step_time import Scope, compose
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures
@@ -85,6 +85,9 @@ SOFTWARE_SPREAD = {
     "fp8_ratio": 0.1,
 }
 """Factor of a stack -> standard deviation of its prior around 1."""
+
+ROOT_SPREAD = 0.4
+"""Spread of a factor of a stack without a parent, relative: what all stacks share belongs to the devices' figures."""
 
 ERROR = 0.08
 """Error of a step time that the loss counts as one standard deviation, of its logarithm."""
@@ -158,7 +161,7 @@ def tabulate(runs: Sequence[Run]) -> Table:
     """
     models, model_index = _distinct([run.model for run in runs])
     clusters, cluster_index = _distinct([run.cluster for run in runs])
-    names = tuple(sorted({run.software for run in runs}))
+    names = tuple(software_catalogue())
     software_index = np.array([names.index(run.software) for run in runs])
     kinds = tuple(sorted({cluster.device_kind for cluster in clusters}))
     device_index = np.array([kinds.index(run.cluster.device_kind) for run in runs])
@@ -166,7 +169,7 @@ def tabulate(runs: Sequence[Run]) -> Table:
     shape = ModelShape.rows([ModelShape.of(model) for model in models], model_index)
     columns = encode(plans, np.asarray(shape.num_layers, dtype=np.int64))
     neutral = [_neutral(cluster) for cluster in clusters]
-    stacks = [software_figures(name).model_copy(update=dict.fromkeys(SOFTWARE_SPREAD, 1.0)) for name in names]
+    stacks = [software_catalogue()[name].model_copy(update=dict.fromkeys(SOFTWARE_SPREAD, 1.0)) for name in names]
     recipes = np.array([FP8_RECIPES.index(run.recipe) if run.recipe else 0 for run in runs])
     scope = Scope(
         shape=shape,
@@ -207,6 +210,8 @@ class _Block:
     index: np.ndarray | None
     centre: float
     spread: float
+    parents: np.ndarray | None = None
+    """``[size]``: the group whose value is each one's prior; its own where the prior is the centre."""
 
 
 class Fit:
@@ -223,11 +228,23 @@ class Fit:
         ]
         devices, stacks = len(table.device_kinds), len(table.software_names)
         blocks += [_Block(n, "device", devices, table.device_index, 0.0, s) for n, s in DEVICE_SPREAD.items()]
-        blocks += [_Block(n, "software", stacks, table.software_index, 0.0, s) for n, s in SOFTWARE_SPREAD.items()]
+        parents = _parents(table.software_names)
+        blocks += [
+            _Block(name, "software", stacks, table.software_index, 0.0, spread, parents)
+            for name, spread in SOFTWARE_SPREAD.items()
+        ]
         self.blocks = blocks
         self.offsets = np.concatenate(([0], np.cumsum([block.size for block in blocks])))
         self.start = np.concatenate([np.full(block.size, block.centre) for block in blocks])
         self.spread = np.concatenate([np.full(block.size, block.spread) for block in blocks])
+        self.prior_matrix = np.diag(1 / self.spread)
+        """``[parameters, parameters]``: ``prior_matrix @ (theta - start)`` are the prior's residuals."""
+        for block, offset in zip(blocks, self.offsets[:-1], strict=True):
+            for place, parent in enumerate(() if block.parents is None else block.parents):
+                if parent != place:
+                    self.prior_matrix[offset + place, offset + parent] = -1 / block.spread
+                else:
+                    self.prior_matrix[offset + place, offset + place] /= ROOT_SPREAD
 
     def log_seconds(self, theta: np.ndarray) -> np.ndarray:
         """Logarithm of the step time of every row. ``[n]``"""
@@ -277,13 +294,21 @@ class Fit:
                 matrix[np.arange(len(base)), offset + block.index[picked]] = change
         return matrix
 
-    def is_known(self, rows: np.ndarray) -> np.ndarray:
-        """Parameters that some rows depend on, ``[parameters]`` bools. ``rows``: ``[n]`` bools."""
-        known = [
-            np.ones(1, dtype=bool) if block.index is None else np.isin(np.arange(block.size), block.index[rows])
-            for block in self.blocks
-        ]
-        return np.concatenate(known)
+    def without(self, rows: np.ndarray, theta: np.ndarray) -> np.ndarray:
+        """Parameters with those that only some rows know of at their prior. ``rows``: ``[n]`` bools."""
+        result = theta.copy()
+        for block, offset in zip(self.blocks, self.offsets[:-1], strict=True):
+            if block.index is None:
+                continue
+            own = result[offset : offset + block.size]
+            unknown = np.setdiff1d(np.arange(block.size), block.index[~rows])
+            own[unknown] = block.centre
+            if block.parents is None:
+                continue
+            above = block.parents[unknown]
+            for _ in range(block.size):
+                own[unknown] = np.where(above == unknown, block.centre, own[above])
+        return result
 
     def calibration(self, theta: np.ndarray) -> Calibration:
         """Parameters as figures."""
@@ -318,11 +343,11 @@ def solve(
 
     def residuals(theta: np.ndarray) -> np.ndarray:
         data = (fit.log_seconds(theta)[rows] - log_measured[rows]) * weight
-        return np.concatenate([data, (theta - fit.start) / fit.spread])
+        return np.concatenate([data, fit.prior_matrix @ (theta - fit.start)])
 
     def jacobian(theta: np.ndarray) -> np.ndarray:
         data = fit.jacobian(theta, rows) * weight[:, None]
-        return np.vstack([data, np.diag(1 / fit.spread)])
+        return np.vstack([data, fit.prior_matrix])
 
     found = least_squares(
         residuals, fit.start if start is None else start, jac=jacobian, loss="soft_l1", max_nfev=max_evaluations,
@@ -363,10 +388,16 @@ def held_out(
     predicted = np.full(len(log_measured), np.nan)
     for fold in np.unique(folds):
         out = folds == fold
-        begin = np.where(fit.is_known(~out), start, fit.start)
+        begin = fit.without(out, start)
         theta = solve(fit, log_measured, families, ~out, start=begin, max_evaluations=max_evaluations)
         predicted[out] = fit.log_seconds(theta)[out]
     return predicted
+
+
+def _parents(names: Sequence[str]) -> np.ndarray:
+    """The place of each stack's parent among the stacks; its own where it has none."""
+    catalogue = software_catalogue()
+    return np.array([names.index(catalogue[name].parent or name) for name in names])
 
 
 def _to_line(name: str, value: float) -> float:

@@ -13,9 +13,6 @@ from autotune.specs.cluster import CATALOGUE_FILE, catalogue
 from engine.atomic import write_text
 from engine.yaml_file import read_yaml
 
-RECENT = ("nemo-2025", "megatron-bridge", "megatron-bridge-2026")
-"""Stacks whose geometric mean is the stack ``default``."""
-
 
 def write_calibration(
     calibration: Calibration,
@@ -49,9 +46,6 @@ def _write_software(calibration: Calibration, intervals: Mapping[str, float]) ->
     header = text[: text.index("default:")]
     entries: dict[str, dict[str, Any]] = read_yaml(SOFTWARE_FILE).data
     factors = {name: dict(values) for name, values in calibration.software.items()}
-    recent = [factors[name] for name in RECENT if name in factors]
-    if recent:
-        factors["default"] = {name: _mean([values[name] for values in recent]) for name in SOFTWARE_SPREAD}
     lines = []
     for name, entry in entries.items():
         kept = {key: value for key, value in entry.items() if key not in (*SOFTWARE_SPREAD, "interval_ratio")}
@@ -61,13 +55,6 @@ def _write_software(calibration: Calibration, intervals: Mapping[str, float]) ->
         lines.append(f"{name}:")
         lines += [f"  {key}: {_word(value)}" for key, value in (kept | fitted).items()]
     write_text(SOFTWARE_FILE, header + "\n".join(lines) + "\n")
-
-
-def _mean(values: list[float]) -> float:
-    product = 1.0
-    for value in values:
-        product *= value
-    return float(product ** (1 / len(values)))
 
 
 def _write_hardware(calibration: Calibration, intervals: Mapping[str, float], unseen_interval: float) -> None:

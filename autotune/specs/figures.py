@@ -85,6 +85,8 @@ class SoftwareFigures(Schema):
 
     title: str
     """What it is."""
+    parent: str | None = None
+    """Stack that it grew from or is most like: its factors hold where no measured run says otherwise."""
     compute_ratio: Positive = 1.0
     """Time of matrix products relative to the device's figures."""
     attention_ratio: Positive = 1.0
