@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autotune.commands.plan_text import (
+    INDENT,
+    LEAST_BAR_RATIO,
+    bars,
+    decimals,
+    heading,
+    indented,
+    percent,
+    plain_table,
+    seconds_text,
+    section,
+    signed_bytes,
+    signed_percent,
+    signed_seconds,
+    time_unit,
+)
+from autotune.cost.software import software_figures
 from autotune.search.answer import Answer, Change, Choice, Counts, Misfit, Rival, Rung
 from autotune.search.compare import Comparison
 from autotune.search.estimated import MFU_CONVENTION, EstimatedPlan, Figure
@@ -29,16 +46,12 @@ from engine.units import GIB, format_bytes, format_count
 
 MOST_RULES = 6
 """Rules named with their counts; the rest is summed."""
-LEAST_BAR_RATIO = 0.005
-"""Parts below this share of the whole are put together."""
 MOST_CHANGES = 6
 GAIN_WORDS = {"speed": "tokens/s", "step_time": "tokens/s"}
 COST_WORDS = {"speed": "step time", "step_time": "step time"} | {
     name: name for name in ("memory", "devices", "cost", "energy")
 }
 """Objective -> what it means to lose."""
-INDENT = (0, 0, 0, 2)
-EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_answer(console: Console, answer: Answer) -> None:
@@ -65,17 +78,17 @@ def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
         )
         hidden = hidden_line(best)
         if hidden:
-            yield _indented(hidden, style="dim")
+            yield indented(hidden, style="dim")
         yield ""
         yield bars(memory_title(best), best.memory, MEMORY_NAMES, format_bytes, width)
         yield ""
         yield heading("What binds")
-        yield from (_indented(line) for line in binding_lines(answer))
+        yield from (indented(line) for line in binding_lines(answer))
         if len(answer.plans) > 1:
             yield ""
             is_front = len(answer.question.objectives) > 1
             yield heading("Plan 2 beside plan 1" if is_front else "Why not plan 2")
-            yield from (_indented(line) for line in runner_up_lines(answer.comparisons[1]))
+            yield from (indented(line) for line in runner_up_lines(answer.comparisons[1]))
     if answer.choices:
         yield ""
         yield choices_table(answer.choices, COST_WORDS[answer.question.objectives[0]])
@@ -113,6 +126,8 @@ def header(answer: Answer) -> RenderableType:
         lines.append(("limit", f"{format_bytes(question.memory_limit_bytes)} of each device"))
     if question.pins:
         lines.append(("pinned", ", ".join(choice_words(name, values) for name, values in question.pinned.items())))
+    stack = software_figures(question.software).title
+    lines.append(("stack", f"{stack} ({question.software}), AdamW"))
     lines.append(("searched", counts_text(answer.counts)))
     if answer.counts.removed:
         lines.append(("rules", removed_text(answer.counts)))
@@ -259,33 +274,6 @@ def _interval(figure: Figure | None, text: Callable[[float], str]) -> Text:
 # -------------------------------------------------------------------------------------------------------- where it goes
 
 
-def bars(
-    title: str, parts: Mapping[str, float], names: Mapping[str, str], text: Callable[[float], str], width: int
-) -> RenderableType:
-    """Parts of a whole as bars, largest first; small ones together."""
-    whole = sum(parts.values()) or 1.0
-    shown = sorted(((name, size) for name, size in parts.items()), key=lambda item: -item[1])
-    large = [(names[name], size) for name, size in shown if size >= LEAST_BAR_RATIO * whole]
-    small = whole - sum(size for _, size in large)
-    if small > 1e-9 * whole:
-        large.append(("the rest", small))
-    most = max(size for _, size in large)
-    table = plain_table()
-    for justify in ("left", "left", "right", "right"):
-        table.add_column(justify=justify, no_wrap=True)
-    length = max(10, min(40, width - 56))
-    for name, size in large:
-        bar = Text(bar_text(size / most, length), style="cyan")
-        table.add_row(name, bar, text(size), f"{size / whole * 100:.1f} %")
-    return section(title, table)
-
-
-def bar_text(ratio: float, length: int) -> str:
-    """A bar of ``ratio`` of ``length`` columns, to an eighth of a column."""
-    eighths = round(ratio * length * 8)
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-
-
 def hidden_line(plan: EstimatedPlan) -> str:
     """Communication that runs beside compute; empty where there is none."""
     least = LEAST_BAR_RATIO * plan.step_seconds.value
@@ -397,22 +385,32 @@ def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
     for name in ("allowed so far", "step", "gain", "memory GiB", "best plan"):
         left = name in ("allowed so far", "best plan")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left)
-    before = None
-    for rung in ladder:
+    for rungs, is_idle in _grouped(ladder):
+        rung, words = rungs[0], " ".join(rung.words for rung in rungs)
         if rung.plan is None:
-            table.add_row(rung.words, "", "", "", Text(rung.reason, style="dim"))
-            continue
-        if before is not None and rung.plan.plan == before:
-            table.add_row(rung.words, "", Text("none", style="dim"), "", Text("the same", style="dim"))
-            continue
-        before = rung.plan.plan
-        fits = not rung.reason
-        step = seconds_text(rung.plan.step_seconds.value) if fits else "-"
-        gain = signed_percent(rung.gain_ratio) if rung.gain_ratio is not None else ""
-        plan = layout_words(rung.plan.plan) + ("" if fits else f" ({rung.reason})")
-        memory = f"{rung.plan.memory_bytes.value / GIB:.1f}"
-        table.add_row(rung.words, step, gain, Text(memory, style="" if fits else "red"), Text(plan, style="dim"))
+            table.add_row(words, "", "", "", Text(rung.reason, style="dim"))
+        elif is_idle:
+            table.add_row(words, "", Text("none", style="dim"), "", Text("the same", style="dim"))
+        else:
+            step = "-" if rung.reason else seconds_text(rung.plan.step_seconds.value)
+            gain = "" if rung.gain_ratio is None else signed_percent(rung.gain_ratio)
+            memory = Text(f"{rung.plan.memory_bytes.value / GIB:.1f}", style="red" if rung.reason else "")
+            plan = layout_words(rung.plan.plan) + (f" ({rung.reason})" if rung.reason else "")
+            table.add_row(words, step, gain, memory, Text(plan, style="dim"))
     return section("From data parallelism alone to the best plan", table)
+
+
+def _grouped(ladder: Sequence[Rung]) -> list[tuple[list[Rung], bool]]:
+    """Rungs, those together that leave the plan as it was or lack one for the same reason; and whether they do."""
+    groups: list[tuple[list[Rung], bool]] = []
+    for before, rung in zip([None, *ladder], ladder, strict=False):
+        is_idle = before is not None and before.plan is not None and rung.plan == before.plan
+        lacks_again = before is not None and rung.plan is None and rung.reason == before.reason
+        if groups and (lacks_again or (is_idle and groups[-1][1])):
+            groups[-1][0].append(rung)
+        else:
+            groups.append(([rung], is_idle))
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------ nothing fits, a rival
@@ -441,21 +439,21 @@ def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
     """A plan that the user brought, part by part beside the best."""
     yield heading(f"{rival.source}: {layout_words(rival.plan)}, {settings_words(rival.plan)}")
     for note in rival.notes:
-        yield _indented(note, style="yellow")
+        yield indented(note, style="yellow")
     plan = rival.estimated
     if plan is None:
-        yield _indented("It can't run:", style="red")
-        yield from (_indented(f"  {message}") for message in rival.broken_rules)
+        yield indented("It can't run:", style="red")
+        yield from (indented(f"  {message}") for message in rival.broken_rules)
         return
     if not plan.fits:
         needed, excess = format_bytes(plan.memory_bytes.high), format_bytes(plan.excess_bytes)
-        yield _indented(f"It needs {needed} with the margin, {excess} too much.", style="red")
+        yield indented(f"It needs {needed} with the margin, {excess} too much.", style="red")
     if rival.comparison is None:
         return
     comparison, best = rival.comparison, answer.plans[0]
-    yield _indented(f"It {_slower(comparison)} than plan 1: {parts_text(comparison)}.")
+    yield indented(f"It {_slower(comparison)} than plan 1: {parts_text(comparison)}.")
     if comparison.choices:
-        yield _indented(f"It differs in {choices_text(comparison)}.")
+        yield indented(f"It differs in {choices_text(comparison)}.")
     table = plain_table(header=True)
     for name in ("part", "plan 1", "this plan", "difference"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
@@ -479,63 +477,3 @@ def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
 def _slower(comparison: Comparison) -> str:
     word = "slower" if comparison.seconds >= 0 else "faster"
     return f"is {percent(abs(comparison.ratio))} {word} ({signed_seconds(comparison.seconds)})"
-
-
-# ---------------------------------------------------------------------------------------------------------------- words
-
-
-def heading(text: str) -> Text:
-    """A section's title."""
-    return Text(text, style="bold")
-
-
-def section(title: str, body: RenderableType) -> RenderableType:
-    """A title with something below it, indented."""
-    return Group(heading(title), Padding(body, INDENT, expand=False))
-
-
-def plain_table(*, header: bool = False) -> Table:
-    """A table without lines."""
-    return Table(box=None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-
-
-def _indented(text: str, style: str = "") -> RenderableType:
-    return Padding(Text(text, style=style), INDENT, expand=False)
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Unit for a column of times around ``seconds``, and what seconds are multiplied with."""
-    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits with the unit."""
-    unit, scale = time_unit(abs(seconds))
-    return f"{seconds * scale:.{decimals(abs(seconds) * scale)}f} {unit}"
-
-
-def decimals(value: float) -> int:
-    """Decimals that make three digits of a value, three at most."""
-    return min(3, max(0, 2 - math.floor(math.log10(max(value, 1e-2)))))
-
-
-def signed_seconds(seconds: float) -> str:
-    """Seconds with their sign, the minus as a minus."""
-    return f"{'−' if seconds < 0 else '+'}{seconds_text(abs(seconds))}"
-
-
-def signed_bytes(size: float) -> str:
-    """Bytes with their sign."""
-    return f"{'−' if size < 0 else '+'}{format_bytes(abs(size))}"
-
-
-def percent(ratio: float) -> str:
-    """A ratio in per cent, two digits."""
-    return f"{ratio * 100:.1f} %" if abs(ratio) < 0.1 else f"{ratio * 100:.0f} %"
-
-
-def signed_percent(ratio: float) -> str:
-    """A ratio in per cent with its sign, or as a factor from two on."""
-    if ratio >= 1:
-        return f"×{1 + ratio:.3g}"
-    return f"{'−' if ratio < 0 else '+'}{percent(abs(ratio))}"

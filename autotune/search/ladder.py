@@ -81,7 +81,9 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         free |= set(step.fields)
         space = _restricted(question.space, free)
         if best is not None and space.values == question.space.values:
-            found, closest, rule = best, None, ""
+            found: EstimatedPlan | None = best
+            closest: EstimatedPlan | None = None
+            rule = ""
         else:
             found, closest, rule = best_of(replace(question, space=space))
         if found is not None:
