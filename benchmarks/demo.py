@@ -1,4 +1,5 @@
-"""The whole path on this machine, by the commands a user would type: sweep, report, apply, and a live-retuned run.
+"""The whole path on this machine, by the commands a user would type: profile, sweep, report, apply, and a live-retuned
+run.
 
 The last run starts at a quarter of the chosen learning rate on purpose, so that there is something to retune.
 Everything goes below ``runs/``; a demonstration that was interrupted goes on where it was.
@@ -25,25 +26,30 @@ RUN_TOKENS = "1M"
 
 
 def main() -> int:
-    """Run the four verbs one after the other; stop at the first that fails."""
+    """Run the commands one after the other; stop at the first that fails."""
     parser = argparse.ArgumentParser(description="Sweep, report, apply and live-retuned training, on this machine.")
     parser.add_argument("--runs-dir", type=Path, default=DEFAULT_RUNS, help="where results go")
     parser.add_argument("--trials", type=int, default=20, help="trials of the sweep")
     options = parser.parse_args()
     runs = options.runs_dir
     chosen = runs / "studies" / STUDY / "run.yaml"
+    machine = runs / "machine.yaml"
+    there = ["--runs-dir", str(runs)]
     start = time.monotonic()
     steps = [
-        ("1/4 A sweep of real training over layouts and hyperparameters",
-         ["sweep", "demo", "--study", STUDY, "--trials", str(options.trials)]),
-        ("2/4 Its report", ["report", STUDY]),
-        ("3/4 The knee of the front, written as a run file",
-         ["apply", STUDY, "--pick", "knee", "-o", str(chosen), "--total-tokens", RUN_TOKENS, "--force"]),
-        (f"4/4 That run, started on purpose at {START_SCALE:g} of the chosen learning rate, retuned while it trains",
-         ["train", str(chosen), "--name", JOB, "--start-lr-scale", str(START_SCALE), "--retune-every", "4s"]),
+        ("1/5 This machine measured, for estimates of what each layout will take",
+         ["profile", "--cluster", "cpu:2", "--quick", "-o", str(machine)]),
+        ("2/5 A sweep of real training over layouts and hyperparameters",
+         ["sweep", "demo", "--study", STUDY, "--cluster", str(machine), "--trials", str(options.trials), *there]),
+        ("3/5 Its report", ["report", STUDY, *there]),
+        ("4/5 The knee of the front, written as a run file",
+         ["apply", STUDY, "--pick", "knee", "-o", str(chosen), "--total-tokens", RUN_TOKENS, "--force", *there]),
+        (f"5/5 That run, started on purpose at {START_SCALE:g} of the chosen learning rate, retuned while it trains",
+         ["train", str(chosen), "--name", JOB, "--start-lr-scale", str(START_SCALE), "--retune-every", "4s", *there]),
     ]  # fmt: skip
     for title, arguments in steps:
-        arguments = [*arguments, "--runs-dir", str(runs)]
+        if arguments[0] == "profile" and machine.exists():
+            continue
         print(f"\n━━ {title}\n$ autotune {shlex.join(arguments)}\n", flush=True)
         code = subprocess.run([sys.executable, "-P", "-m", "autotune.cli", *arguments], check=False).returncode
         if code:
