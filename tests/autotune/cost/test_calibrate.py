@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from autotune.cost import calibration_files
 from autotune.cost.calibrate import Fit, grouped_folds, held_out, solve, tabulate
+from autotune.cost.software import software_catalogue
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.plan import Plan
 from engine.spec import ModelSpec
+from engine.yaml_file import read_yaml
 
 pytestmark = pytest.mark.unit
 
@@ -118,3 +123,49 @@ def test_held_out_rows_do_not_move_their_own_prediction(fit: Fit) -> None:
     again = held_out(fit, spoilt, families, folds, fit.start, max_evaluations=3)
     assert honest[folds == 0] == pytest.approx(again[folds == 0])
     assert not np.isnan(honest).any()
+
+
+def test_a_stack_without_runs_is_like_the_one_it_grew_from(fit: Fit) -> None:
+    theta = solve(
+        fit,
+        fit.log_seconds(planted(fit)),
+        np.zeros(len(fit.table), dtype=np.int64),
+        np.ones(len(fit.table), dtype=bool),
+        max_evaluations=4,
+    )
+    figures = fit.calibration(theta).software
+    assert figures["nemo-2025"]["host_ratio"] == pytest.approx(figures["nemo-2024"]["host_ratio"], rel=1e-3)
+    alone = fit.without(np.ones(len(fit.table), dtype=bool), theta)
+    devices, stacks = fit.calibration(alone).devices, fit.calibration(alone).software
+    assert all(value == pytest.approx(1.0) for factors in devices.values() for value in factors.values())
+    assert all(value == pytest.approx(1.0) for factors in stacks.values() for value in factors.values())
+    some = np.array([name == "torchtitan" for name in np.array(fit.table.software_names)[fit.table.software_index]])
+    kept = fit.calibration(fit.without(some, theta)).software
+    assert kept["nemo-2024"] == pytest.approx(figures["nemo-2024"])
+    assert kept["torchtitan"] == pytest.approx(kept["fsdp"])
+
+
+def test_fitted_figures_are_read_back_from_the_files(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {}
+    for name in ("COEFFICIENTS_FILE", "SOFTWARE_FILE", "CATALOGUE_FILE"):
+        source: Path = getattr(calibration_files, name)
+        files[name] = tmp_path / source.name
+        shutil.copy(source, files[name])
+        monkeypatch.setattr(calibration_files, name, files[name])
+    figures = fit.calibration(planted(fit))
+    calibration_files.write_calibration(figures, {"torchtitan": 0.11}, {"a100": 0.22}, unseen_interval=0.77)
+    hardware = read_yaml(files["CATALOGUE_FILE"]).data
+    assert hardware["a100"]["figures"]["sustained_ratio"] == pytest.approx(0.8)
+    assert hardware["a100"]["figures"]["interval_ratio"] == 0.22
+    assert hardware["a100"]["figures"]["is_fitted"] is True
+    assert hardware["v100"]["figures"]["interval_ratio"] == 0.77
+    assert "is_fitted" not in hardware["v100"]["figures"]
+    stacks = read_yaml(files["SOFTWARE_FILE"]).data
+    assert set(stacks) == set(software_catalogue())
+    assert stacks["torchtitan"]["interval_ratio"] == 0.11
+    first = next(iter(software_catalogue()))
+    assert stacks[first]["host_ratio"] == pytest.approx(np.exp(0.4), rel=0.01)
+    assert read_yaml(files["COEFFICIENTS_FILE"]).data["wave_share"] == pytest.approx(0.6)
+    once = {name: path.read_text() for name, path in files.items()}
+    calibration_files.write_calibration(figures, {"torchtitan": 0.11}, {"a100": 0.22}, unseen_interval=0.77)
+    assert {name: path.read_text() for name, path in files.items()} == once
