@@ -33,6 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     runs = options.runs_dir
     chosen = runs / "studies" / STUDY / "run.yaml"
+    runs.mkdir(parents=True, exist_ok=True)
     machine = runs / "machine.yaml"
     there = ["--runs-dir", str(runs)]
     start = time.monotonic()
