@@ -8,6 +8,7 @@ each combination is counted once, under the first rule that it breaks, and no ta
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ FEW_COMBINATIONS, MANY_COMBINATIONS = 6_000_000, 40_000_000
 """Combinations, legal or not, of a part of the space. Few in small spaces, so that there are parts for all processes
 and what one finds is soon known to others; many in large ones, whose arrays are then long enough to be fast."""
 ENOUGH_PARTS = 48
+_SPLIT_FIELDS = ("global_batch_size", "sequence_length", "micro_batch_size", "ep", "schedule", "virtual_stages")
+"""Fields by which parts are cut where degrees alone don't make them small enough, in this order."""
 
 Columns = dict[str, np.ndarray]
 
@@ -79,6 +82,16 @@ class Counts:
         self.redundant += other.redundant
         for name, number in other.removed.items():
             self.add(name, number)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a space."""
+
+    degrees: slice
+    """Of the rows of ``PlanSpace.degrees``."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Outer field -> the index of the one value that it has here."""
 
 
 @dataclass(frozen=True)
@@ -204,32 +217,47 @@ class Expander:
         self.inner = {name: space.codes[name][grid[i]] for i, name in enumerate(INNER_FIELDS)}
         self.num_inner = grid.shape[1]
 
-    def parts(self) -> list[slice]:
-        """Slices of the space's degrees, each small enough to be expanded at once.
+    def parts(self) -> list[Part]:
+        """Parts of the space, each small enough to be expanded at once.
 
-        A slice takes every so many of the degrees, so that all slices are alike.
+        A part takes every so many of the degrees, so that all are alike. Where one choice of degrees has too many
+        combinations by itself, parts have one value of some outer fields too.
         """
-        size = self.space.num_combinations
+        size, num_degrees = self.space.num_combinations, len(self.space.degrees)
         wanted = max(min(size // FEW_COMBINATIONS, ENOUGH_PARTS), size // MANY_COMBINATIONS)
-        number = max(1, min(wanted, len(self.space.degrees)))
-        return [slice(start, None, number) for start in range(number)]
+        number = max(1, min(wanted, num_degrees))
+        each = size // number
+        split: list[str] = []
+        for name in _SPLIT_FIELDS:
+            if each > MANY_COMBINATIONS:
+                split.append(name)
+                each //= len(self.space.values[name])
+        choices = itertools.product(*(range(len(self.space.values[name])) for name in split))
+        fixed = [dict(zip(split, picked, strict=True)) for picked in choices]
+        return [Part(slice(start, None, number), one) for one in fixed for start in range(number)]
 
-    def blocks(self, part: slice) -> Blocks:
-        """The blocks of some of the degrees."""
-        degrees = self.space.degrees[part]
+    def size(self, part: Part) -> int:
+        """Combinations of a part."""
+        fixed = math.prod(len(self.space.values[name]) for name in part.fixed)
+        return len(self.space.degrees[part.degrees]) * self.space.num_per_degrees // fixed
+
+    def blocks(self, part: Part) -> Blocks:
+        """The blocks of a part."""
+        degrees = self.space.degrees[part.degrees]
         columns: Columns = {name: degrees[:, i] for i, name in enumerate(DEGREES)}
-        index = np.arange(len(self.space.degrees), dtype=np.int64)[part]
-        remaining = math.prod(len(self.space.values[name]) for name in (*OUTER_FIELDS, *INNER_FIELDS))
-        counts = Counts(combinations=len(degrees) * remaining)
+        index = np.arange(len(self.space.degrees), dtype=np.int64)[part.degrees]
+        remaining = self.size(part) // max(1, len(degrees))
+        counts = Counts(combinations=self.size(part))
         rules = list(self._rules)
         bound = {*DEGREES, *self.single}
         index, columns = self._filter(index, columns, bound, rules, counts, remaining)
         for name in OUTER_FIELDS:
             size = len(self.space.values[name])
-            remaining //= size
-            choice = np.tile(np.arange(size), len(index))
-            columns = {key: np.repeat(column, size) for key, column in columns.items()}
-            index = np.repeat(index, size) * size + choice
+            choices = np.array([part.fixed[name]]) if name in part.fixed else np.arange(size)
+            remaining //= len(choices)
+            choice = np.tile(choices, len(index))
+            columns = {key: np.repeat(column, len(choices)) for key, column in columns.items()}
+            index = np.repeat(index, len(choices)) * size + choice
             keep = ~self._redundant_choice(name, choice, columns)
             counts.add(REDUNDANT, int(np.count_nonzero(~keep)) * remaining)
             columns[name] = self._resolved(name, choice, columns)

@@ -21,7 +21,7 @@ import numpy as np
 from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.estimate import Distinct, EstimateTable, Estimator
 from autotune.search.archive import Best, Front, first_of_equals, non_dominated
-from autotune.search.blocks import Blocks, Chunk, Counts, Expander, plan_at
+from autotune.search.blocks import Blocks, Chunk, Counts, Expander, Part, plan_at
 from autotune.search.bounds import MemoryBounds, least_seconds, memory_bounds, time_bounds, without_recompute
 from autotune.search.plan_objectives import (
     PlanObjective,
@@ -310,8 +310,7 @@ def _run(job: Job, num_processes: int, progress: Progress | None, deadline: floa
                 break
     if not total.bounds_hold:
         return _run(replace(job, prune=False), num_processes, progress, deadline)
-    left = [part for part in parts[done:] if len(job.space.degrees[part])]
-    total.counts.not_searched = sum(len(job.space.degrees[part]) for part in left) * job.space.num_per_degrees
+    total.counts.not_searched = sum(job.expander.size(part) for part in parts[done:])
     return total
 
 
@@ -325,8 +324,8 @@ def _waves(num_parts: int) -> list[range]:
     return waves
 
 
-def _search_part(job: Job, known: Archive, part: slice) -> PartResult:
-    """The plans of some degrees, with what is known already."""
+def _search_part(job: Job, known: Archive, part: Part) -> PartResult:
+    """The plans of a part, with what is known already."""
     result = PartResult(Archive.empty(job))
     result.archive.merge(job, known)
     blocks = job.expander.blocks(part)
@@ -441,7 +440,7 @@ class _Workers:
     def __enter__(self) -> Self:
         return self
 
-    def map(self, work: Callable[[slice], PartResult], parts: Sequence[slice]) -> Iterator[PartResult]:
+    def map(self, work: Callable[[Part], PartResult], parts: Sequence[Part]) -> Iterator[PartResult]:
         """The results of parts, in their order."""
         if self._number == 1 or len(parts) == 1:
             return map(work, parts)

@@ -17,7 +17,7 @@ from autotune.cost.compute import Basis, compute_work
 from autotune.cost.estimate import Estimator, work_and_wire
 from autotune.search import exact
 from autotune.search.archive import Front
-from autotune.search.blocks import MANY_COMBINATIONS, Expander
+from autotune.search.blocks import MANY_COMBINATIONS, Expander, Part
 from autotune.search.bounds import least_seconds, memory_bounds, time_bounds
 from autotune.search.exact import SearchResult, search
 from autotune.search.plan_objectives import Prices, objective_costs
@@ -172,7 +172,7 @@ def test_shared_work_changes_nothing(drawn: tuple[ModelSpec, PlanSpace]) -> None
     model, space = drawn
     blocks_of = Expander(space, RuleContext(model, CLUSTER.num_devices))
     estimator = Estimator.of(model, CLUSTER)
-    blocks = blocks_of.blocks(slice(None))
+    blocks = blocks_of.blocks(Part(slice(None)))
     for chunk, same_memory in blocks.chunks(np.arange(len(blocks)), 512):
         shared = estimator.estimate(chunk.plans, same_work=chunk.same_work, same_memory=same_memory)
         alone = estimator.estimate(chunk.plans)
@@ -352,19 +352,35 @@ def test_progress_ends_at_one() -> None:
 def test_memory_stays_bounded_however_large_the_space() -> None:
     model = dense_model(num_layers=64, num_heads=64, num_kv_heads=64)
     big = parse_cluster("h100x8:512")
-    space = plan_space(model, big, global_batch_sizes=[4096], sequence_lengths=[4096])
+    batches = [4096 * k for k in range(1, 21)]
+    space = plan_space(model, big, global_batch_sizes=batches, sequence_lengths=[4096, 8192])
     expander = Expander(space, RuleContext(model, big.num_devices))
     parts = expander.parts()
-    each = space.num_combinations / len(space.degrees)
-    sizes = [len(space.degrees[part]) * each for part in parts]
-    assert sum(sizes) == space.num_combinations
-    assert max(sizes) <= max(MANY_COMBINATIONS * 1.5, each)
+    sizes = [expander.size(part) for part in parts]
+    assert sum(sizes) == space.num_combinations > 10**9
+    assert max(sizes) <= MANY_COMBINATIONS * 1.5
     job = dataclasses.replace(job_of(model, big, space, ("step_time", "memory")), chunk_rows=2**15)
     tracemalloc.start()
     exact._search_part(job, exact.Archive.empty(job), parts[0])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 300e6
+
+
+def test_few_degrees_with_many_batches_are_cut_by_batch() -> None:
+    model = dense_model()
+    batches = [16 * k for k in range(1, 300)]
+    pins = ("tp=2", "pp=2", "cp=1", "dp_replicate=1")
+    space = plan_space(model, CLUSTER, global_batch_sizes=batches, sequence_lengths=[512, 1024], pins=pins)
+    expander = Expander(space, RuleContext(model, CLUSTER.num_devices))
+    sizes = [expander.size(part) for part in expander.parts()]
+    assert len(space.degrees) == 1
+    assert sum(sizes) == space.num_combinations > 5 * 10**7
+    assert max(sizes) <= MANY_COMBINATIONS
+    some = [expander.blocks(part) for part in expander.parts()[:3]]
+    for part, blocks in zip(expander.parts(), some, strict=False):
+        assert set(blocks.outer["global_batch_size"].tolist()) == {batches[part.fixed["global_batch_size"]]}
+        assert blocks.counts.combinations == expander.size(part)
 
 
 @given(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.search.blocks import Expander, plan_at, stage_layers
+from autotune.search.blocks import Expander, Part, plan_at, stage_layers
 from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
@@ -104,7 +104,7 @@ def test_pins_that_leave_nothing_are_refused() -> None:
 
 def test_values_without_effect_are_counted_once() -> None:
     space = space_of("tp=1", "pp=1", "cp=1", "dp_replicate=1", "micro_batch_size=1")
-    blocks = Expander(space, RuleContext(MODEL, 32)).blocks(slice(None))
+    blocks = Expander(space, RuleContext(MODEL, 32)).blocks(Part(slice(None)))
     # On data-parallel ranks alone: recompute (none, full, selective, every 2nd, every 4th) and three ZeRO stages.
     assert int(blocks.num_plans.sum()) == 5 * 3
     assert blocks.counts.combinations == blocks.counts.redundant + sum(blocks.counts.removed.values()) + 15
@@ -115,7 +115,7 @@ def test_orders_of_the_ranks_count_once_where_they_place_them_alike() -> None:
             "virtual_stages=1", "dp_replicate=1", "layers_per_stage=even")  # fmt: skip
     orders = {}
     for degrees in ("pp=1", "pp=2 cp=1", "pp=2 cp=2", "pp=8 cp=4"):
-        blocks = Expander(space_of(*pins, *degrees.split()), RuleContext(MODEL, 32)).blocks(slice(None))
+        blocks = Expander(space_of(*pins, *degrees.split()), RuleContext(MODEL, 32)).blocks(Part(slice(None)))
         orders[degrees] = int(blocks.num_plans.sum()) // len(np.unique(blocks.outer["cp"]))
     assert orders == {"pp=1": 1, "pp=2 cp=1": 2, "pp=2 cp=2": 3, "pp=8 cp=4": 2}
 
@@ -138,7 +138,7 @@ def test_light_ends_become_a_list_of_layers() -> None:
     model = MODEL.changed(num_layers=30)
     pins = ("pp=8", "tp=1", "cp=1", "dp_replicate=1", "schedule=1f1b", "layers_per_stage=light_ends")
     expander = Expander(space_of(*pins, model=model), RuleContext(model, 32))
-    blocks = expander.blocks(slice(None))
+    blocks = expander.blocks(Part(slice(None)))
     assert set(blocks.outer["first_stage_layers"].tolist()) == {3}
     chunk, _ = next(blocks.chunks(np.arange(1), 10))
     plan, batch, length = plan_at(chunk.plans, 0, model.num_layers)
