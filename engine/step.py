@@ -95,41 +95,10 @@ class Stepper:
         Raises:
             UserError: The enlarged vocabulary cannot be split over the plan's tp.
         """
-        plan, hyper = config.plan, config.hyperparameters
-        spec = enlarge_vocabulary(config.model, plan, vocab_size)
-        policy = precision_policy(plan.precision)
-        with torch.device("meta"):
-            part = Decoder(
-                spec,
-                layers=plan.stage_layers(spec.num_layers)[context.pp_rank],
-                has_embedding=context.is_first_stage,
-                has_head=context.is_last_stage,
-                dropout=hyper.dropout,
-                compute_dtype=policy.compute,
-            ).to(policy.parameters)
-        apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
-        loss: LossFunction = summed_loss
-        if context.has_axis("tp"):
-            apply_tensor_parallel(part, spec, plan, context.axis("tp"))
-            if plan.vocab_parallel:
-                loss = vocab_parallel_loss(context.axis("tp"))
-        if context.has_axis("dp"):
-            apply_data_parallel(part, plan, policy, context.axis("dp"))
+        spec = enlarge_vocabulary(config.model, config.plan, vocab_size)
+        part, loss = split_model(config, context, spec)
         part.to_empty(device=context.device)
-        runner: Runner
-        if context.has_axis("pp"):
-            runner = PipelineRunner(
-                part,
-                loss,
-                spec,
-                context,
-                policy,
-                num_micro_batches=plan.num_micro_batches(hyper.global_batch_size),
-                sequence_length=config.workload.sequence_length,
-            )
-        else:
-            runner = AccumulationRunner(part, loss, plan)
-        stepper = cls(config, context, spec, part, runner)
+        stepper = cls(config, context, spec, part, make_runner(config, context, spec, part, loss))
         stepper._initialise()
         return stepper
 
@@ -282,6 +251,54 @@ class Stepper:
     def _initialise(self) -> None:
         for fqn, parameter in self._parameters.items():
             fill(parameter, initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape))
+
+
+def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) -> tuple[Decoder, LossFunction]:
+    """This rank's part of the model, split as the plan says and still on the meta device, and the loss of its logits.
+
+    Args:
+        config: The run.
+        context: This rank's place.
+        spec: The architecture, with its final vocabulary.
+    """
+    plan, hyper = config.plan, config.hyperparameters
+    policy = precision_policy(plan.precision)
+    with torch.device("meta"):
+        part = Decoder(
+            spec,
+            layers=plan.stage_layers(spec.num_layers)[context.pp_rank],
+            has_embedding=context.is_first_stage,
+            has_head=context.is_last_stage,
+            dropout=hyper.dropout,
+            compute_dtype=policy.compute,
+        ).to(policy.parameters)
+    apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
+    loss: LossFunction = summed_loss
+    if context.has_axis("tp"):
+        apply_tensor_parallel(part, spec, plan, context.axis("tp"))
+        if plan.vocab_parallel:
+            loss = vocab_parallel_loss(context.axis("tp"))
+    if context.has_axis("dp"):
+        apply_data_parallel(part, plan, policy, context.axis("dp"))
+    return part, loss
+
+
+def make_runner(
+    config: RunConfig, context: ParallelContext, spec: ModelSpec, part: Decoder, loss: LossFunction
+) -> Runner:
+    """What runs the local batch of ``config`` on a part that ``split_model`` made."""
+    plan = config.plan
+    if not context.has_axis("pp"):
+        return AccumulationRunner(part, loss, plan)
+    return PipelineRunner(
+        part,
+        loss,
+        spec,
+        context,
+        precision_policy(plan.precision),
+        num_micro_batches=plan.num_micro_batches(config.hyperparameters.global_batch_size),
+        sequence_length=config.workload.sequence_length,
+    )
 
 
 def enlarge_vocabulary(spec: ModelSpec, plan: Plan, vocab_size: int) -> ModelSpec:

@@ -2,9 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["StridedShard", "TorchDispatchMode"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "StridedShard",
+    "TorchDispatchMode",
+    "collective_group",
+    "fsdp_parameters",
+    "pipelines_without_handshake",
+    "shapes_inferred_aside",
+]
 """``StridedShard``: what fully_shard makes of a dimension that tensor parallelism splits already. A rank's part is a
 slice of the tensor-parallel slice, though its mesh axis stands before."""
+
+
+def collective_group(function: Any, args: tuple[Any, ...]) -> ProcessGroup | None:
+    """The group of a dispatched operator that communicates; None for any other operator."""
+    from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+
+    if function not in collective_ops or function in sync_ops:
+        return None
+    return CollectiveOp.get_process_group(function, args)
+
+
+def fsdp_parameters(part: nn.Module) -> Iterator[Any]:
+    """What fully_shard keeps of each parameter: ``all_gather_outputs``, ``_unsharded_param`` (once it was gathered),
+    ``unsharded_accumulated_grad``."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+@contextmanager
+def pipelines_without_handshake() -> Iterator[None]:
+    """Pipelines take the shapes that they were given, without asking their neighbours whether they do the same: where
+    nothing is really received, the answer would be noise."""
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    def take_static_shapes(_: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    plain = _PipelineSchedule._warmup_p2p
+    _PipelineSchedule._warmup_p2p = take_static_shapes  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _PipelineSchedule._warmup_p2p = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def shapes_inferred_aside() -> Iterator[None]:
+    """DTensor infers global shapes with tensors that no mode sees: the engine's real steps do it once, outside of what
+    is measured, and those tensors hold nothing."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    plain = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def aside(self: Any, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return plain(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = aside  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = plain  # type: ignore[method-assign]

@@ -79,8 +79,12 @@ class LiveStorageTracker(TorchDispatchMode):
             self.track(_tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]))
         elif tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            if storage.device.type != "meta":  # of meta and fake tensors
+            if self._counts(tensor, storage):
                 self._update(storage)
+
+    def _counts(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage has bytes."""
+        return storage.device.type != "meta"  # of meta and fake tensors
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage``, or what its size changed by."""

@@ -28,6 +28,11 @@ class Experts(nn.Module):
         """Gate, up and down as they are computed with."""
         return self.gate, self.up, self.down
 
+    @staticmethod
+    def loads(chosen: Tensor, num_experts: int) -> list[int]:
+        """Tokens of each expert."""
+        return chosen.flatten().bincount(minlength=num_experts).tolist()
+
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum over each token's experts of its weight times the expert's output.
 
@@ -43,10 +48,10 @@ class Experts(nn.Module):
         gates, ups, downs = (stacked.to(x.dtype) for stacked in self.weights())
         order = chosen.flatten().argsort(stable=True)
         token_of = order // chosen.shape[1]
-        loads = chosen.flatten().bincount(minlength=gates.shape[0]).tolist()
+        parts = tokens[token_of].split(self.loads(chosen, gates.shape[0]))
         outputs = [
             linear(self.activation(linear(part, gate)) * linear(part, up), down)
-            for part, gate, up, down in zip(tokens[token_of].split(loads), gates, ups, downs, strict=True)
+            for part, gate, up, down in zip(parts, gates, ups, downs, strict=True)
         ]
         weighted = torch.cat(outputs) * weights.flatten()[order, None]
         return torch.zeros_like(tokens).index_add(0, token_of, weighted).view_as(x)

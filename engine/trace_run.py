@@ -1,0 +1,191 @@
+"""A dry run of one rank: the engine's own step with tensors that have shapes and no values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from engine.config import RunConfig
+from engine.context import ParallelContext, open_context
+from engine.errors import UserError
+from engine.models.moe import Experts
+from engine.optim.groups import GROUPS
+from engine.step import Stepper, make_runner, split_model
+from engine.torch_private import FakeTensorMode, pipelines_without_handshake, shapes_inferred_aside
+from engine.trace_collectives import CollectiveCounter, Key, collective_use
+from engine.trace_memory import OwnedStorageTracker, kept, owners_of
+from engine.traced import MemoryPart, RankTrace
+
+
+def trace_rank(config: RunConfig, rank: int) -> RankTrace:
+    """Dry-run one rank of a run in a process group of its own, which sends nothing.
+
+    Once in the life of a process: torch remembers groups by name in what it has worked out for tensors.
+
+    Args:
+        config: A run that passed ``engine.rules.check_run``.
+        rank: Of the plan's ranks.
+
+    Raises:
+        UserError: There is no such rank.
+    """
+    plan = config.plan
+    if not 0 <= rank < plan.world_size:
+        raise UserError(f"the plan {plan.mesh} has no rank {rank}", hint=f"choose one of 0 to {plan.world_size - 1}")
+    config = config.changed(runtime=config.runtime.changed(device="cpu", threads_per_rank=1))
+    alone = plan.world_size == 1
+    if not alone:
+        distributed.init_process_group("fake", rank=rank, world_size=plan.world_size)
+    try:
+        with pipelines_without_handshake(), shapes_inferred_aside():
+            return DryRun(config, open_context(plan, config.runtime)).trace()
+    finally:
+        if not alone:
+            distributed.destroy_process_group()
+
+
+class ValuelessContext(ParallelContext):
+    """A rank whose collectives give no values: what decides how a step goes on is taken to be well."""
+
+    ones = torch.ones(1 + len(GROUPS), dtype=torch.float64)
+
+    def sum_over_batch(self, values: Tensor) -> Tensor:
+        """See ``ParallelContext``; one."""
+        super().sum_over_batch(values)
+        return torch.tensor(1)
+
+    def sum_over_world(self, values: Tensor) -> Tensor:
+        """See ``ParallelContext``; the loss and the squared gradient norms, one each."""
+        super().sum_over_world(values)
+        return self.ones
+
+
+def equal_loads(chosen: Tensor, num_experts: int) -> list[int]:
+    """Tokens of each expert where none has a value: in equal parts."""
+    whole, rest = divmod(chosen.numel(), num_experts)
+    return [whole + (expert < rest) for expert in range(num_experts)]
+
+
+class Observation(NamedTuple):
+    """What a dry step shows."""
+
+    counts: dict[Key, tuple[float, float]]
+    """Calls and message bytes of collectives, by kind."""
+    peak_bytes: int
+    parts: dict[MemoryPart, int]
+    """The peak by part."""
+
+
+class DryRun:
+    """Dry steps of one rank.
+
+    Args:
+        config: The run.
+        context: The rank's place.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        self._config = config
+        self._context = ValuelessContext(context.plan, context.device, context.rank, context.local_rank, context.mesh)
+        self._part, self._loss = split_model(config, self._context, config.model)
+        for module in self._part.modules():
+            if isinstance(module, Experts):
+                module.loads = equal_loads  # type: ignore[method-assign]
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._fake:
+            self._part.to_empty(device=context.device)
+
+    def trace(self) -> RankTrace:
+        """Run the steps, and what they show."""
+        plan, context = self._config.plan, self._context
+        wanted = plan.num_micro_batches(self._config.hyperparameters.global_batch_size)
+        # What one more micro-batch adds is the same once the pipeline is full and there are gradients.
+        enough = plan.pp + 1 if plan.pp > 1 else 2
+        traced = min(wanted, enough + 1)
+        with self._fake:
+            seen = self._observe(traced)
+            counts, parts = seen.counts, dict(seen.parts)
+            if wanted > traced:
+                fewer = self._observe(enough)
+                counts = extrapolate(counts, fewer.counts, wanted - traced)
+                # The batch, and the inputs that a stage has room for.
+                parts["activations"] += (wanted - traced) * (seen.peak_bytes - fewer.peak_bytes)
+        return RankTrace(
+            rank=context.rank,
+            pipeline_rank=context.pp_rank,
+            world_size=context.world_size,
+            num_micro_batches=wanted,
+            num_traced_micro_batches=traced,
+            collectives=tuple(collective_use(key, *counts[key]) for key in sorted(counts)),
+            peak_bytes=sum(parts.values()),
+            peak_parts=parts,
+        )
+
+    def _observe(self, num_micro_batches: int) -> Observation:
+        """Look at a step after the first: the first makes what later ones find (tables of positions, buffers of a
+        stage)."""
+        stepper, batch = self._start(num_micro_batches)
+        self._step(stepper, batch)
+        with undisturbed():
+            tracker = self._tracker(stepper, None)
+            with CollectiveCounter(self._context) as counter, tracker:
+                tracker.track(kept(stepper, batch))
+                self._step(stepper, batch)
+            look = self._tracker(stepper, tracker.peak_event)
+            with look:
+                look.track(kept(stepper, batch))
+                self._step(stepper, batch)
+        assert sum(look.parts.values()) == tracker.peak_bytes, "equal steps have equal peaks"
+        return Observation(counter.counts(), tracker.peak_bytes, look.parts)
+
+    def _start(self, num_micro_batches: int) -> tuple[Stepper, Tensor]:
+        """A fresh optimizer and runner of the part, and a local batch of so many micro-batches (its labels too)."""
+        plan, hyper = self._config.plan, self._config.hyperparameters
+        local_batch = num_micro_batches * plan.micro_batch_size
+        config = self._config.changed(hyperparameters=hyper.changed(global_batch_size=local_batch * plan.dp))
+        runner = make_runner(config, self._context, config.model, self._part, self._loss)
+        stepper = Stepper(config, self._context, config.model, self._part, runner)
+        return stepper, torch.zeros(2, local_batch, config.workload.sequence_length, dtype=torch.int64)
+
+    @staticmethod
+    def _step(stepper: Stepper, batch: Tensor) -> None:
+        stepper.train_step(batch[0], batch[1], learning_rate=0.0)
+
+    def _tracker(self, stepper: Stepper, look_at: int | None) -> OwnedStorageTracker:
+        plan, spec = self._config.plan, self._config.model
+        vocab = spec.vocab_size // plan.tp if plan.vocab_parallel else spec.vocab_size
+        num_logits = plan.micro_batch_size * self._config.workload.sequence_length * vocab
+        return OwnedStorageTracker(lambda: owners_of(stepper), num_logits, look_at)
+
+
+def extrapolate(
+    counts: Mapping[Key, tuple[float, float]], fewer: Mapping[Key, tuple[float, float]], num_more: int
+) -> dict[Key, tuple[float, float]]:
+    """Counts of a step with more micro-batches.
+
+    Args:
+        counts: Calls and message bytes of a step by kind.
+        fewer: The same with one micro-batch less.
+        num_more: How many micro-batches more than ``counts``.
+    """
+    none = (0.0, 0.0)
+    return {
+        key: tuple(now + num_more * (now - before) for now, before in zip(count, fewer.get(key, none), strict=True))  # type: ignore[misc]
+        for key, count in counts.items()
+    }
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection meanwhile: storages are freed at the same moments in equal steps."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
