@@ -31,11 +31,14 @@ def command(
     model: Annotated[
         str, typer.Option(metavar="FILE", help="A config.json, a folder with one, a model as YAML, or a run file.")
     ],
-    cluster: Annotated[str, typer.Option(help="h100x8:64 (64 nodes of 8), local, cpu:2, or a cluster file.")],
+    cluster: Annotated[
+        str, typer.Option(metavar="CLUSTER", help="h100x8:64 (64 nodes of 8), local, cpu:2, or a cluster file.")
+    ],
     seq_len: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per sequence: 8192, 8Ki.")],
     global_batch: Annotated[str, typer.Option(metavar="BATCH", help="512-seqs, 4Mi-tokens or 512 (sequences).")],
     precision: Annotated[
-        str | None, typer.Option(help="Of matrix products; bf16,fp8 tries both. [default: the device's usual one]")
+        str | None,
+        typer.Option(metavar="WORD", help="Of matrix products; bf16,fp8 tries both. [default: the device's usual one]"),
     ] = None,
     pin: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Hold a choice: tp=8, or mb=1,2 for either.")
@@ -45,7 +48,9 @@ def command(
     ] = None,
     objective: Annotated[
         list[str] | None,
-        typer.Option(help="speed, memory, devices, cost or energy; several: their front. [default: speed]"),
+        typer.Option(
+            metavar="NAME", help="speed, memory, devices, cost or energy; several: their front. [default: speed]"
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="Plans to show.")] = 10,
     path: Annotated[bool, typer.Option("--path", help="The ladder from data parallel only to the best.")] = False,
@@ -57,16 +62,19 @@ def command(
         float | None, typer.Option(min=0, metavar="DOLLARS", help="Of a device and hour, for the objective cost.")
     ] = None,
     watts: Annotated[
-        float | None, typer.Option(min=0, help="Of a busy device, for the objective energy. [default: its limit]")
+        float | None,
+        typer.Option(min=0, metavar="WATTS", help="Of a busy device, for the objective energy. [default: its limit]"),
     ] = None,
     software: Annotated[
-        str | None, typer.Option(help="Training stack assumed, such as fsdp. [default: a recent Megatron]")
+        str | None,
+        typer.Option(metavar="NAME", help="Training stack assumed, such as fsdp. [default: a recent Megatron]"),
     ] = None,
     engine: Annotated[bool, typer.Option("--engine", help="Only plans that our own engine runs.")] = False,
-    time: Annotated[str | None, typer.Option(help="End the search after so long: 30s, 2m.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="DURATION", help="End the search after so long: 30s, 2m.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.yaml", help="Write the best plan to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the plans as CSV.")] = False,
+    more_pins: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="NAME=VALUE")] = None,
 ) -> None:
     """Say which parallel layout is best, why, and what would help, from the cost model: no GPU needed."""
     from autotune.search.question import ask, read_count, read_model
@@ -80,7 +88,7 @@ def command(
         cluster=_priced(parse_cluster(cluster), price, watts),
         sequence_length=read_count(seq_len, "--seq-len"),
         global_batch=global_batch,
-        pins=pin or (),
+        pins=[*(pin or ()), *(more_pins or ())],
         precision=precision,
         max_memory=max_memory,
         objectives=tuple(objective or ("speed",)),

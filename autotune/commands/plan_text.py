@@ -34,6 +34,7 @@ def plain_table(*, header: bool = False) -> Table:
 
 
 def indented(text: str, style: str = "") -> RenderableType:
+    """A paragraph below a title."""
     return Padding(Text(text, style=style), INDENT, expand=False)
 
 
@@ -65,7 +66,7 @@ def signed_bytes(size: float) -> str:
 
 def percent(ratio: float) -> str:
     """A ratio in per cent, two digits."""
-    return f"{ratio * 100:.1f} %" if abs(ratio) < 0.1 else f"{ratio * 100:.0f} %"
+    return f"{ratio * 100:.1f}%" if abs(ratio) < 0.1 else f"{ratio * 100:.0f}%"
 
 
 def signed_percent(ratio: float) -> str:
@@ -92,7 +93,7 @@ def bars(
     length = max(10, min(40, width - 56))
     for name, size in large:
         bar = Text(bar_text(size / most, length), style="cyan")
-        table.add_row(name, bar, text(size), f"{size / whole * 100:.1f} %")
+        table.add_row(name, bar, text(size), f"{size / whole * 100:.1f}%")
     return section(title, table)
 
 

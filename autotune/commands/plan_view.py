@@ -242,7 +242,7 @@ def mfu_line(answer: Answer) -> str:
         return f"MFU is unknown: no peak of {best.plan.precision} is known for {answer.question.cluster.device_kind}"
     peak = answer.question.cluster.peak_flops[best.plan.precision] / 1e12
     told = f"MFU: {MFU_CONVENTION}; of the dense {best.plan.precision} peak, {peak:.4g} TFLOP/s a device."
-    return f"{told} HFU (recompute counted) of plan 1: {best.hfu.value * 100:.1f} %"
+    return f"{told} HFU (recompute counted) of plan 1: {best.hfu.value * 100:.1f}%"
 
 
 def tie_lines(answer: Answer) -> list[str]:
@@ -291,7 +291,7 @@ def memory_title(plan: EstimatedPlan) -> str:
 def binding_lines(answer: Answer) -> list[str]:
     """What the step is spent on by resource, and whether memory limits it."""
     shares = [share for share in answer.shares if share.ratio >= LEAST_BAR_RATIO]
-    first, *others = [f"{share.resource} {share.ratio * 100:.0f} %" for share in shares]
+    first, *others = [f"{share.resource} {share.ratio * 100:.0f}%" for share in shares]
     lines = [f"{first[0].upper()}{first[1:]} of the step{'; then ' + ', '.join(others) if others else ''}."]
     if answer.memory_binds_ratio is not None:
         gain = percent(answer.memory_binds_ratio)
@@ -336,9 +336,7 @@ def choices_table(choices: Sequence[Choice], cost: str) -> RenderableType:
     table.add_column(f"{cost} more with the best plan of each value")
     for name in dict.fromkeys(choice.name for choice in choices):
         cells = [f"{value_words(c.value)}: {_loss(c)}" for c in choices if c.name == name]
-        table.add_row(
-            CHOICE_NAMES.get(name, name), ", ".join(cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells)
-        )
+        table.add_row(CHOICE_NAMES.get(name, name), ", ".join(cells))
     return section("What each choice is worth", table)
 
 

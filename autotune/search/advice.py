@@ -85,7 +85,7 @@ def measured(variant: Variant, found: Neighbourhood | None, before: Neighbourhoo
     gain = float(before.costs[best_row] / found.costs[row]) - 1
     if plan.plan.world_size != best.plan.world_size:
         each = (1 + gain) * best.plan.world_size / plan.plan.world_size - 1
-        words += f": {each * 100:+.1f} % a device".replace("-", "−")
+        words += f": {each * 100:+.1f}% a device".replace("-", "−")
     return Change(variant.id, words, plan, gain, _same_choices(plan.plan, best.plan))
 
 

@@ -85,7 +85,7 @@ def _wider_domain(question: Question) -> Iterator[Variant]:
     size = cluster.links[-2].num_devices if len(cluster.links) > 1 else None
     if size is None:
         return
-    wider = [size * factor for factor in WIDER_DOMAINS if size * factor <= cluster.num_devices]
+    wider = [size * factor for factor in WIDER_DOMAINS if cluster.num_devices % (size * factor) == 0]
     if wider:
         domain = cluster.links[-2].changed(num_devices=wider[-1])
         changed = cluster.changed(links=(*cluster.links[:-2], domain, cluster.links[-1]))

@@ -147,7 +147,7 @@ def test_csv_is_one_row_a_plan(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_pins_hold_and_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = run_json(capsys, "--pin", "tp=2,pp=2", "--pin", "mb=1,2")
+    data = run_json(capsys, "--pin", "tp=2", "pp=2", "--pin", "mb=1,2")
     assert data["pins"]["tp"] == [2]
     for plan in data["plans"]:
         assert (plan["plan"]["tp"], plan["plan"]["pp"]) == (2, 2)
