@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from autotune.cost.coefficients import Coefficients
 from autotune.cost.columns import PlanColumns, encode
@@ -93,6 +92,12 @@ ERROR = 0.08
 """Error of a step time that the loss counts as one standard deviation, of its logarithm."""
 FAMILY_WEIGHT_POWER = 0.3
 """A family with ``k`` runs weighs ``k ** (1 - power)`` of them."""
+
+FIRST_DAMPING, LAST_DAMPING = 1e-3, 1e6
+MAX_STEP = 0.7
+"""Most that a parameter moves in one step."""
+TOLERANCE = 1e-4
+"""Relative decrease of the loss at which a fit ends."""
 
 
 class Run(Protocol):
@@ -325,10 +330,16 @@ class Fit:
 
 
 def solve(
-    fit: Fit, log_measured: np.ndarray, families: np.ndarray, rows: np.ndarray, start: np.ndarray | None = None,
-    max_evaluations: int = 30,
-) -> np.ndarray:  # fmt: skip
-    """Parameters that fit some rows best.
+    fit: Fit,
+    log_measured: np.ndarray,
+    families: np.ndarray,
+    rows: np.ndarray,
+    start: np.ndarray | None = None,
+    max_steps: int = 30,
+) -> np.ndarray:
+    """Parameters that fit some rows best: Levenberg-Marquardt steps on reweighted squares.
+
+    The loss of a residual ``r`` is ``2 (sqrt(1 + r^2) - 1)``: squared where small, absolute where large.
 
     Args:
         fit: The table.
@@ -336,7 +347,7 @@ def solve(
         families: ``[n]`` family of each row, as numbers.
         rows: ``[n]`` bools: rows that may be looked at.
         start: Where to begin; the prior's centre by default.
-        max_evaluations: Steps at most.
+        max_steps: Steps at most.
     """
     counts = np.bincount(families[rows], minlength=families.max() + 1)
     weight = np.sqrt(counts[families[rows]] ** -FAMILY_WEIGHT_POWER) / ERROR
@@ -345,15 +356,31 @@ def solve(
         data = (fit.log_seconds(theta)[rows] - log_measured[rows]) * weight
         return np.concatenate([data, fit.prior_matrix @ (theta - fit.start)])
 
-    def jacobian(theta: np.ndarray) -> np.ndarray:
-        data = fit.jacobian(theta, rows) * weight[:, None]
-        return np.vstack([data, fit.prior_matrix])
+    theta = fit.start if start is None else start
+    residual = residuals(theta)
+    damping = FIRST_DAMPING
+    for _ in range(max_steps):
+        jacobian = np.vstack([fit.jacobian(theta, rows) * weight[:, None], fit.prior_matrix])
+        weighted = jacobian / np.sqrt(1 + residual**2)[:, None]
+        curvature, slope = weighted.T @ jacobian, weighted.T @ residual
+        before, found = _loss(residual), None
+        while damping < LAST_DAMPING:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope)
+            moved = theta + np.clip(step, -MAX_STEP, MAX_STEP)
+            found = residuals(moved)
+            if _loss(found) < before:
+                break
+            damping, found = damping * 5, None
+        if found is None:
+            break
+        theta, residual, damping = moved, found, damping / 5
+        if before - _loss(residual) < TOLERANCE * before:
+            break
+    return np.asarray(theta)
 
-    found = least_squares(
-        residuals, fit.start if start is None else start, jac=jacobian, loss="soft_l1", max_nfev=max_evaluations,
-        x_scale=fit.spread, method="trf",
-    )  # fmt: skip
-    return np.asarray(found.x)
+
+def _loss(residual: np.ndarray) -> float:
+    return float(2 * np.sum(np.sqrt(1 + residual**2) - 1))
 
 
 def grouped_folds(keys: Sequence[str], num_folds: int) -> np.ndarray:
@@ -373,7 +400,7 @@ def held_out(
     families: np.ndarray,
     folds: np.ndarray,
     start: np.ndarray,
-    max_evaluations: int = 12,
+    max_steps: int = 30,
 ) -> np.ndarray:
     """Logarithm of the step time of every row by a fit that never saw the row's fold. ``[n]``
 
@@ -383,13 +410,13 @@ def held_out(
         families: ``[n]`` numbers.
         folds: ``[n]``: fold of each row.
         start: Parameters to begin from, to save steps; those that no other fold knows of begin at their prior.
-        max_evaluations: Steps at most.
+        max_steps: Steps at most.
     """
     predicted = np.full(len(log_measured), np.nan)
     for fold in np.unique(folds):
         out = folds == fold
         begin = fit.without(out, start)
-        theta = solve(fit, log_measured, families, ~out, start=begin, max_evaluations=max_evaluations)
+        theta = solve(fit, log_measured, families, ~out, start=begin, max_steps=max_steps)
         predicted[out] = fit.log_seconds(theta)[out]
     return predicted
 

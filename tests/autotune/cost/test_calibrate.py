@@ -98,7 +98,7 @@ def test_without_runs_the_prior_stands(fit: Fit) -> None:
     measured = fit.log_seconds(fit.start)
     rows = np.zeros(len(measured), dtype=bool)
     rows[0] = True
-    theta = solve(fit, measured + 0.5, np.zeros(len(measured), dtype=np.int64), rows, max_evaluations=5)
+    theta = solve(fit, measured + 0.5, np.zeros(len(measured), dtype=np.int64), rows, max_steps=5)
     assert np.abs((theta - fit.start) / fit.spread).max() < 4
     figures = fit.calibration(fit.start)
     assert all(value == pytest.approx(1.0) for factors in figures.software.values() for value in factors.values())
@@ -118,9 +118,9 @@ def test_held_out_rows_do_not_move_their_own_prediction(fit: Fit) -> None:
     measured = fit.log_seconds(planted(fit))
     families = np.zeros(len(measured), dtype=np.int64)
     folds = np.array([0 if number < 4 else 1 for number in range(len(measured))])
-    honest = held_out(fit, measured, families, folds, fit.start, max_evaluations=3)
+    honest = held_out(fit, measured, families, folds, fit.start, max_steps=3)
     spoilt = np.where(folds == 0, measured + 1.0, measured)
-    again = held_out(fit, spoilt, families, folds, fit.start, max_evaluations=3)
+    again = held_out(fit, spoilt, families, folds, fit.start, max_steps=3)
     assert honest[folds == 0] == pytest.approx(again[folds == 0])
     assert not np.isnan(honest).any()
 
@@ -131,7 +131,7 @@ def test_a_stack_without_runs_is_like_the_one_it_grew_from(fit: Fit) -> None:
         fit.log_seconds(planted(fit)),
         np.zeros(len(fit.table), dtype=np.int64),
         np.ones(len(fit.table), dtype=bool),
-        max_evaluations=4,
+        max_steps=4,
     )
     figures = fit.calibration(theta).software
     assert figures["nemo-2025"]["host_ratio"] == pytest.approx(figures["nemo-2024"]["host_ratio"], rel=1e-3)
