@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from engine.measurement import Collective, CollectiveSample, OverlapSample
 from engine.probe_timing import Timer
 
-CPU_BYTES = (2**6, 2**12, 2**15, 2**17, 2**19, 2**21, 2**23)
+CPU_BYTES = (2**6, 2**12, 2**17, 2**19, 2**21, 2**23, 2**25)
 CUDA_BYTES = (2**10, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28, 2**30)
 TIMEOUT = timedelta(seconds=120)
 

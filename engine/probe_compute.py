@@ -40,7 +40,7 @@ CUDA_SHAPES: tuple[MatmulShape, ...] = (
 """Model sizes from 1B to 70B, and a tile more than a whole wave."""
 CPU_LENGTHS, CUDA_LENGTHS = ((4, 128), (2, 256), (1, 512), (1, 1024)), ((4, 1024), (2, 2048), (1, 4096), (1, 8192))
 """Sequences and their length."""
-CPU_ELEMENTS, CUDA_ELEMENTS = (2**15, 2**17, 2**19, 2**21, 2**23), (2**20, 2**22, 2**24, 2**26, 2**28)
+CPU_ELEMENTS, CUDA_ELEMENTS = (2**15, 2**17, 2**19, 2**21), (2**20, 2**22, 2**24, 2**26, 2**28)
 """Elements of the operands of memory-bound operators: within and beyond the caches."""
 WIDTH = 512
 """Last dimension of norms and activations."""

@@ -68,12 +68,12 @@ def measure_machine(device: Literal["cpu", "cuda"], threads: int, *, quick: bool
 
 def _parts(context: ParallelContext, threads: int, quick: bool) -> dict[str, Any]:
     """Everything but the facts of the machine."""
-    timer = Timer(context, QUICK_SECONDS if quick else SECONDS, threads)
+    timer = Timer(context, QUICK_SECONDS if quick else SECONDS, threads, min_blocks=3 if quick else 5)
     on_cpu = context.device.type == "cpu"
     every = 2 if quick else 1
     shapes = (compute.CPU_SHAPES if on_cpu else compute.CUDA_SHAPES)[::every]
     lengths = (compute.CPU_LENGTHS if on_cpu else compute.CUDA_LENGTHS)[::every]
-    elements = (compute.CPU_ELEMENTS if on_cpu else compute.CUDA_ELEMENTS)[::every]
+    elements = (compute.CPU_ELEMENTS if on_cpu else compute.CUDA_ELEMENTS)[every - 1 :: every]
     message_bytes = (collectives.CPU_BYTES if on_cpu else collectives.CUDA_BYTES)[::every]
     heads, head_dim = (4, 64) if on_cpu else (16, 128)
     precisions = compute.precisions(context.device)
@@ -81,7 +81,7 @@ def _parts(context: ParallelContext, threads: int, quick: bool) -> dict[str, Any
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def matmul(word: Precision) -> list[MatmulSample]:
-        return compute.measure_matmul(timer, word, shapes[::3] if word == "fp64" else shapes)
+        return compute.measure_matmul(timer, word, shapes[:6:2] if word == "fp64" else shapes)
 
     steps: dict[str, tuple[str, Callable[[], Any]]] = {
         "launch_seconds": ("launches", lambda: compute.measure_launch(timer)),
@@ -112,7 +112,7 @@ def _parts(context: ParallelContext, threads: int, quick: bool) -> dict[str, Any
         steps["overlap"] = ("overlap", lambda: _overlap(timer, on_cpu))
     steps["steps"] = (
         "training steps",
-        lambda: measure_steps(timer, seconds=QUICK_STEP_SECONDS if quick else STEP_SECONDS, threads_per_rank=threads),
+        lambda: measure_steps(timer, seconds=QUICK_STEP_SECONDS if quick else STEP_SECONDS, quick=quick),
     )
     found: dict[str, Any] = {}
     for number, (name, (what, action)) in enumerate(steps.items()):

@@ -22,7 +22,7 @@ from engine.spec import Hyperparameters, ModelSpec, Workload
 from engine.step import Stepper
 
 NUM_WARMUP = 2
-MIN_STEPS, MAX_STEPS = 5, 60
+MIN_STEPS, QUICK_MIN_STEPS, MAX_STEPS = 5, 3, 60
 TINY_LENGTH = 8
 TINY_WAIT, REAL_WAIT = 1.6, 1.25
 """Time of a step over its CPU time, at most, where ranks have equal work: see ``Timer.longest``."""
@@ -39,17 +39,18 @@ class Case:
     length: int
 
 
-def measure_steps(timer: Timer, *, seconds: float, threads_per_rank: int) -> list[StepSample]:
+def measure_steps(timer: Timer, *, seconds: float, quick: bool) -> list[StepSample]:
     """Steps of every kind of plan that the ranks can take.
 
     Args:
         timer: All ranks.
         seconds: Time for each sample beside warm-up.
-        threads_per_rank: CPU threads of a rank.
+        quick: Fewer steps of each sample.
     """
     samples = []
     context = timer.context
-    runtime = RuntimeOptions.model_validate({"device": context.device.type, "threads_per_rank": threads_per_rank})
+    least = QUICK_MIN_STEPS if quick else MIN_STEPS
+    runtime = RuntimeOptions.model_validate({"device": context.device.type, "threads_per_rank": timer.threads})
     for case in (*_tiny_cases(context.world_size), *_real_cases(context.world_size, context.device)):
         plan = case.plan
         own = open_context(plan, runtime) if plan.world_size > 1 else ParallelContext(plan, context.device)
@@ -61,11 +62,11 @@ def measure_steps(timer: Timer, *, seconds: float, threads_per_rank: int) -> lis
                 plan=plan,
                 runtime=runtime,
             )
-            samples.append(_measure(config, own, timer, seconds))
+            samples.append(_measure(config, own, timer, seconds, least))
     return samples
 
 
-def _measure(config: RunConfig, own: ParallelContext, timer: Timer, seconds: float) -> StepSample:
+def _measure(config: RunConfig, own: ParallelContext, timer: Timer, seconds: float, least: int) -> StepSample:
     """Steps of one run; of a plan for one rank, every rank runs its own copy."""
     plan, batch, length = config.plan, config.hyperparameters.global_batch_size, config.workload.sequence_length
     stepper = Stepper.build(config, own, config.model.vocab_size)
@@ -73,7 +74,7 @@ def _measure(config: RunConfig, own: ParallelContext, timer: Timer, seconds: flo
     tokens = torch.randint(config.model.vocab_size, (batch // plan.dp, length), generator=generator)
     everyone, clock = timer.context, timer.clock() if plan.world_size == 1 else time.perf_counter
     seconds_of_one = [_timed(stepper, tokens, clock) for _ in range(NUM_WARMUP)][-1]
-    num_steps = everyone.broadcast(min(max(int(seconds / sum(seconds_of_one)), MIN_STEPS), MAX_STEPS))
+    num_steps = everyone.broadcast(min(max(int(seconds / sum(seconds_of_one)), least), MAX_STEPS))
     everyone.barrier()
     start = time.process_time()
     steps = [_timed(stepper, tokens, clock) for _ in range(num_steps)]
@@ -131,14 +132,15 @@ def _real_cases(world_size: int, device: torch.device) -> Iterator[Case]:
         for num_layers in (1, 3):
             plan = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precision})
             yield Case(_real_model(num_layers, world_size, on_cpu), plan, (micro_batch,), length)
+    base = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precisions[0]})
+    yield Case(_real_model(3, world_size, on_cpu), base.changed(micro_batch_size=1), (4,), length)
     if world_size > 1:
-        base = Plan.model_validate({"micro_batch_size": micro_batch, "precision": precisions[0]})
         few, many = _real_model(2, world_size, on_cpu), _real_model(2 * world_size, world_size, on_cpu)
-        yield Case(few, base.changed(tp=world_size), (2 * micro_batch,), length)
+        yield Case(few, base.changed(tp=world_size), (micro_batch,), length)
         for zero_stage in (2, 3):
             plan = base.changed(dp_shard=world_size, zero_stage=zero_stage)
-            yield Case(few, plan, (2 * micro_batch * world_size,), length)
-        yield Case(many, base.changed(pp=world_size), (2 * micro_batch * world_size,), length)
+            yield Case(few, plan, (micro_batch * world_size,), length)
+        yield Case(many, base.changed(pp=world_size), (micro_batch * world_size,), length)
 
 
 def _real_model(num_layers: int, world_size: int, on_cpu: bool) -> ModelSpec:

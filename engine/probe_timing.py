@@ -18,7 +18,6 @@ from engine.context import ParallelContext
 
 BLOCK_SECONDS = 0.002
 """A timed block is at least so long, so that the clock's own cost does not count."""
-MIN_BLOCKS = 5
 MAX_BLOCKS = 400
 QUANTILE = 0.2
 """Of the blocks' times, which is told."""
@@ -42,11 +41,13 @@ class Timer:
         context: The ranks.
         seconds: Time that one measurement may take, beside its warm-up.
         threads: CPU threads of a rank.
+        min_blocks: Blocks of calls of each measurement, at least.
     """
 
     context: ParallelContext
     seconds: float
     threads: int = 1
+    min_blocks: int = 5
     spreads: list[float] = field(default_factory=list)
     """How far the median lies above the low quantile, relative, of each measurement."""
 
@@ -131,7 +132,7 @@ class Timer:
         """Blocks, and calls per block, that fill the time."""
         calls = max(1, round(BLOCK_SECONDS / max(seconds, 1e-7)))
         blocks = int(self.seconds / max(seconds * calls, 1e-7))
-        return min(max(blocks, MIN_BLOCKS), MAX_BLOCKS), calls
+        return min(max(blocks, self.min_blocks), MAX_BLOCKS), calls
 
     def _blocks(self, action: Action, num_blocks: int, calls: int, clock: Clock) -> list[float]:
         times = []

@@ -72,9 +72,10 @@ STAGES = (
             Unknown("memory_bound_ratio", 1.0),
             Unknown("half_precision_ratio", 1.0),
             Unknown("host_ratio", 1.0),
-            Unknown("loss_ratio", 2.0, is_factor=False),
-            Unknown("optimizer_bytes", 30.0, is_factor=False),
+            Unknown("loss_ratio", 2.0, is_factor=False, pull=0.1),
+            Unknown("optimizer_bytes", 30.0, is_factor=False, pull=0.1),
             Unknown("step_kernels", 100.0, is_factor=False),
+            Unknown("accumulate_bytes", 12.0, is_factor=False),
         ),
     ),
     Stage(
@@ -134,7 +135,7 @@ def measured_cluster(cluster: ClusterSpec, found: Measurement) -> ClusterSpec:
     cluster = cluster.changed(figures=figures, links=links, measured=measured)
     if not found.steps:
         return cluster
-    fit = fit_steps(cluster, found.steps)
+    fit = fit_steps(cluster, found.steps, operator_figures(found, figures.memory_gb_per_second * 1e9))
     measured = measured.changed(
         coefficients=fixed | fit.coefficients, software=fit.software, errors=measured.errors | {"steps": fit.error}
     )
@@ -151,12 +152,35 @@ class StepFit:
     """Median relative error of the steps."""
 
 
-def fit_steps(cluster: ClusterSpec, samples: Sequence[StepSample]) -> StepFit:
+def operator_figures(found: Measurement, bytes_per_second: float) -> dict[str, float]:
+    """What the memory-bound operators say by themselves, as figures of the formulas: where the fit to steps starts.
+
+    Args:
+        found: The measurement.
+        bytes_per_second: The device's bandwidth, which the figures are relative to.
+    """
+    rates = {
+        operator: float(np.median([s.seconds / s.elements for s in found.stream if s.operator == operator]))
+        for operator in {sample.operator for sample in found.stream}
+    }
+    # A loss reads and writes the logits four times forward and half as often again backward, by the formula.
+    scale = {"optimizer": ("optimizer_bytes", 1.0), "loss": ("loss_ratio", 4 * 4 * 2.5)}
+    return {
+        name: bytes_per_second * rates[operator] / passes
+        for operator, (name, passes) in scale.items()
+        if operator in rates
+    }
+
+
+def fit_steps(
+    cluster: ClusterSpec, samples: Sequence[StepSample], starts: Mapping[str, float] | None = None
+) -> StepFit:
     """The figures with which the cost model gives the samples' times, stage by stage.
 
     Args:
         cluster: With figures of devices and links, and what is known of the formulas there.
         samples: Steps under one or several kinds of plans.
+        starts: Where the fit starts, where something better is known than in ``STAGES``.
     """
     coefficients: dict[str, float] = {}
     software: dict[str, float] = {}
@@ -172,7 +196,8 @@ def fit_steps(cluster: ClusterSpec, samples: Sequence[StepSample]) -> StepFit:
                 coefficients=measured.coefficients | coefficients, software=measured.software | software
             )
         )
-        values, deviations = _fit_stage(known, chosen, stage.unknowns)
+        unknowns = [replace(u, start=(starts or {}).get(u.name, u.start)) for u in stage.unknowns]
+        values, deviations = _fit_stage(known, chosen, unknowns)
         errors += [abs(deviation) for deviation in np.expm1(deviations)]
         for unknown in stage.unknowns:
             (software if unknown.is_factor else coefficients)[unknown.name] = values[unknown.name]
