@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -430,6 +431,11 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; the one that started the search ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class _Workers:
     """Processes that work on parts; none are started for one."""
 
@@ -447,7 +453,7 @@ class _Workers:
         if self._pool is None:
             methods = multiprocessing.get_all_start_methods()
             context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-            self._pool = ProcessPoolExecutor(self._number, mp_context=context)
+            self._pool = ProcessPoolExecutor(self._number, mp_context=context, initializer=_leave_interrupts)
         return self._pool.map(work, parts)
 
     def __exit__(self, *_: object) -> None:
