@@ -25,6 +25,9 @@ from engine.plan import plan_table
 DISTINCT_FIELDS = ("tp", "pp", "cp", "ep", "etp")
 """The plans of an answer differ in one of these: near-twins tell nothing new."""
 
+SMALL_SPACE = 500_000
+"""Combinations up to which estimating all plans takes less time than finding out which of them need none."""
+
 
 def solve(
     question: Question,
@@ -106,6 +109,7 @@ def look(
         distinct=DISTINCT_FIELDS,
         software=question.software,
         prices=question.prices,
+        prune=question.space.num_combinations > SMALL_SPACE,
         max_seconds=max_seconds,
         progress=progress,
     )
