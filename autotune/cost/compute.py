@@ -231,6 +231,14 @@ def mean_context(shape: ModelShape, length: Number) -> Number:
     return context
 
 
+FUSED_SOFTMAX_MULTIPLE = 4
+"""Megatron's fused scale, mask and softmax take batches of scores that are a multiple of this (fused_softmax.py,
+``is_kernel_available``); others go through separate kernels."""
+
+SEPARATE_SOFTMAX_KERNELS = 12.0
+"""Kernels more of a layer's pass then: making and applying the mask, casts, scale and softmax each for itself."""
+
+
 def _attention_core(b: Basis) -> Passes:
     """Attention between the projections, in one kernel or with its scores in memory."""
     return _choose(np.asarray(b.software.fused_attention) > 0, lambda: _fused(b), lambda: _unfused(b))
@@ -259,9 +267,10 @@ def _unfused(b: Basis) -> Passes:
     scores = matmul_seconds(b, rows, length, s.query_key_dim, batch, wide=True)
     values = matmul_seconds(b, rows, s.value_dim, length, batch, wide=True)
     elements = batch * rows * length * d.element_bytes / 2 / d.memory_bytes_per_second * b.software.memory_bound_ratio
+    separate = SEPARATE_SOFTMAX_KERNELS * (batch % FUSED_SOFTMAX_MULTIPLE != 0)
     return Passes(
-        Work(0.0, scores + values + elements * k.score_bytes_forward, 0.0, 5.0),
-        Work(0.0, 2 * (scores + values) + elements * k.score_bytes_backward, 0.0, 8.0),
+        Work(0.0, scores + values + elements * k.score_bytes_forward, 0.0, 5.0 + separate),
+        Work(0.0, 2 * (scores + values) + elements * k.score_bytes_backward, 0.0, 8.0 + separate),
     )
 
 
