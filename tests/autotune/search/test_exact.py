@@ -26,7 +26,7 @@ from engine.errors import UserError
 from engine.plan import Plan, plan_table
 from engine.rule import RuleContext
 from engine.rules import violations
-from engine.spec import ModelSpec, MoESpec
+from engine.spec import LatentAttentionSpec, ModelSpec, MoESpec
 
 pytestmark = pytest.mark.unit
 
@@ -87,7 +87,9 @@ def points_of(result: SearchResult) -> np.ndarray:
 @st.composite
 def small_spaces(draw: st.DrawFn) -> tuple[ModelSpec, PlanSpace]:
     """Spaces of some thousand combinations: most fields pinned to one or two drawn values."""
-    model = draw(st.sampled_from([dense_model(), dense_model(num_layers=5, tied_embeddings=True), moe_model()]))
+    latent = LatentAttentionSpec(query_rank=256, kv_rank=128, nope_head_dim=64, rope_head_dim=32, value_head_dim=64)
+    models = [dense_model(), dense_model(num_layers=5, tied_embeddings=True), moe_model()]
+    model = draw(st.sampled_from([*models, moe_model().changed(latent_attention=latent)]))
     pins = {
         "schedule": draw(
             st.sampled_from(["1f1b", "1f1b,interleaved_1f1b", "zbv,dualpipev", "interleaved_zero_bubble"])
@@ -103,6 +105,10 @@ def small_spaces(draw: st.DrawFn) -> tuple[ModelSpec, PlanSpace]:
         "cp": draw(st.sampled_from(["1", "1,2"])),
         "dp_replicate": draw(st.sampled_from(["1", "1,2"])),
         "layers_per_stage": "even",
+        "precision": draw(st.sampled_from(["bf16", "fp8"])),
+        "overlap_dp": draw(st.sampled_from(["true", "true,false"])),
+        "offload_optimizer_ratio": draw(st.sampled_from(["0", "0,1"])),
+        "gradient_compression": draw(st.sampled_from(["none", "int8"])),
     }
     if model.moe:
         pins |= {"ep": draw(st.sampled_from(["1,2", "2,4", "1,8"])), "etp": draw(st.sampled_from(["1,tp", "tp", "1"]))}
