@@ -45,6 +45,8 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def seconds_text(seconds: float) -> str:
     """Three digits with the unit."""
+    if not seconds:
+        return "0 s"
     unit, scale = time_unit(abs(seconds))
     return f"{seconds * scale:.{decimals(abs(seconds) * scale)}f} {unit}"
 

@@ -11,9 +11,6 @@ from autotune.search.estimated import EstimatedPlan
 from autotune.search.words import settings
 from engine.plan import MESH_FIELDS, Plan
 
-ALWAYS_IN_EFFECT = (*MESH_FIELDS, "recompute_period")
-"""Fields of Plan that are compared whatever the others say."""
-
 NOISE_RATIO = 0.01
 """Step time of one configuration from run to run, relative: less than this no estimate tells apart."""
 
@@ -84,6 +81,8 @@ def difference_uncertainty(step_seconds: float, error_ratio: float, differences:
 
 def differing_choices(one: Plan, other: Plan) -> dict[str, tuple[Any, Any]]:
     """Fields of Plan in which two plans differ, with both values; those without effect in one are left out."""
-    effect = {*ALWAYS_IN_EFFECT, *(settings(one).keys() & settings(other).keys())}
+    effect = {*MESH_FIELDS, *(settings(one).keys() & settings(other).keys())}
+    if one.recompute == other.recompute == "every_k":
+        effect.add("recompute_period")
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in Plan.model_fields if name in effect}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
