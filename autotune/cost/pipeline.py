@@ -45,6 +45,9 @@ def bubble_seconds(
     mean_forward: np.ndarray,
     mean_backward: np.ndarray,
     weight_ratio: float | np.ndarray = 0.5,
+    *,
+    num_after: IntColumn | int = 0,
+    last_seconds: float | np.ndarray = 0.0,
 ) -> np.ndarray:
     """Idle time of the slowest rank in a step, without sends. ``[n]`` seconds.
 
@@ -52,9 +55,9 @@ def bubble_seconds(
     (``send_seconds``).
 
     Exact for equal stages, but for fewer micro-batches than fill the pipeline (``m < p`` of interleaved_zero_bubble,
-    ``p < m < 2p - 1`` of zbv), where it is the longest of the chains that matter. For unequal stages it is an estimate:
-    exact for gpipe, and for 1f1b where the last rank is a slowest one; else above 1f1b's by up to ``p - 1`` times the
-    difference between the slowest and the mean rank.
+    ``p < m < 2p - 1`` of zbv), where it is the longest of the chains that matter. For unequal stages it
+    is exact for gpipe, and for 1f1b with the slowest ranks first (``num_after``); else an estimate, above 1f1b's by up
+    to ``p - 1`` times the difference between the slowest and the mean rank.
 
     Args:
         schedule: Codes.
@@ -66,6 +69,8 @@ def bubble_seconds(
         mean_forward: Mean over the ranks.
         mean_backward: Mean over the ranks.
         weight_ratio: Share of the backward pass that computes gradients of weights, for schedules that split it.
+        num_after: 1f1b: faster ranks after the last of the slowest ones, which are the first ranks.
+        last_seconds: 1f1b: seconds of a micro-batch on the last rank, both passes, where ``num_after`` is not 0.
     """
     numbers = (pp, virtual_stages, num_micro_batches, slow_forward, slow_backward, mean_forward, mean_backward)
     schedule, ratio, *columns = np.broadcast_arrays(schedule, weight_ratio, *numbers)
@@ -75,6 +80,11 @@ def bubble_seconds(
     # Where there are too few micro-batches, ranks wait for the passes through the stages of the other virtual rounds.
     short = np.where(schedule == INTERLEAVED, np.maximum(p - m, 0) * (v - 1) * (f + b) / v, 0.0)
     bubble: np.ndarray = np.asarray(forward + backward + short)
+    after = np.broadcast_to(num_after, p.shape)
+    lighter_end = (schedule == ONE_F_ONE_B) & (after > 0)
+    if lighter_end.any():
+        some = [np.broadcast_to(x, p.shape)[lighter_end] for x in (p, m, f, b, mean_f + mean_b, after, last_seconds)]
+        bubble[lighter_end] = _slow_beginning(*some)
     for word, chains in ((INTERLEAVED_ZB, _zero_bubble), (ZBV, _zbv), (DUALPIPEV, _dualpipev)):
         rows = (schedule == word) & (p > 1)
         if rows.any():
@@ -86,6 +96,17 @@ def bubble_seconds(
 def _longest(*chains: Column) -> Column:
     """The chain of passes that ends last, as idle time of the slowest rank."""
     longest: Column = reduce(np.maximum, chains)
+    return longest
+
+
+def _slow_beginning(p: Column, m: Column, f: Column, b: Column, mean: Column, after: Column, last: Column) -> Column:
+    """1F1B whose slowest ranks are the first ``p - after``: the last of them waits for the first micro-batch to come
+    back from the ranks behind it, and at the end again, but is as many passes ahead as there are ranks behind it. Or
+    the last rank, with a head, sets the pace. ``mean`` and ``last``: seconds of both passes."""
+    behind = np.maximum(p * mean - (p - after) * (f + b), 0.0)
+    before = (p - after - 1) * (f + b)
+    slowest = before + np.maximum(behind - after * f, 0.0) + np.maximum(behind - after * b, 0.0)
+    longest: Column = np.maximum(slowest, m * (last - f - b) + p * mean - last)
     return longest
 
 

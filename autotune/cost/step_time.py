@@ -99,6 +99,20 @@ def rank_layers(s: ModelShape, c: PlanColumns, folded: np.ndarray) -> np.ndarray
     return np.stack([*np.broadcast_arrays(*kinds, s.num_layers / c.pp)])
 
 
+def lighter_ranks(s: ModelShape, c: PlanColumns, slow: np.ndarray) -> np.ndarray:
+    """Pipeline ranks after the last of the slowest ones, where an even split gives the first ranks a layer more.
+
+    Args:
+        s: The architecture.
+        c: ``n`` plans; those with several stages per rank, or another split, have none.
+        slow: The slowest kind of rank.
+    """
+    whole, rest = s.num_layers // c.pp, s.num_layers % c.pp
+    even = (c.virtual_stages == 1) & (c.largest_stage_layers == whole + (rest > 0)) & (c.last_stage_layers == whole)
+    heavy = np.where(rest > 0, rest, np.where(slow == FIRST, 1, c.pp))
+    return np.asarray(np.where(even & (slow != LAST), c.pp - heavy, 0))
+
+
 def smooth_maximum(a: np.ndarray, b: np.ndarray, sharpness: float) -> np.ndarray:
     """Between the maximum and the sum: ``(a^p + b^p)^(1/p)``, computed without overflow."""
     large, small = np.maximum(a, b), np.minimum(a, b)
@@ -282,6 +296,7 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
     parts["bubble"] = bubble_seconds(
         c.schedule, c.pp, c.virtual_stages, m, slow_forward, slow_backward,
         forward_seconds[MEAN], backward_seconds[MEAN],
+        num_after=lighter_ranks(x.shape, c, slow), last_seconds=forward_seconds[LAST] + backward_seconds[LAST],
     )  # fmt: skip
     send = np.asarray(wire.pp_send) * x.software.communication_ratio * x.software.pp_communication_ratio
     slow_seconds, mean_seconds = slow_forward + slow_backward, forward_seconds[MEAN] + backward_seconds[MEAN]

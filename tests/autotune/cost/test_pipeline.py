@@ -133,6 +133,29 @@ def test_unequal_stages_within_bounds(schedule: str) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("head", [0.0, 2.0, 6.0])
+def test_a_remainder_of_layers_on_the_first_ranks_of_1f1b_exactly(head: float) -> None:
+    for case in cases("1f1b"):
+        for num_heavy in range(1, case.pp):
+            layers = np.array([3.0] * num_heavy + [2.0] * (case.pp - num_heavy))
+            forward, backward = layers.copy(), 2 * layers
+            forward[-1] += head / 3
+            backward[-1] += head * 2 / 3
+            half = (backward / 2).tolist()
+            step = replay(*case, StageSeconds(forward.tolist(), half, half)).makespan
+            slow = int(np.argmax(forward + backward))
+            numbers = [np.array([x]) for x in (forward[slow], backward[slow], forward.mean(), backward.mean())]
+            after = 0 if slow == case.pp - 1 else case.pp - num_heavy
+            last = forward[-1] + backward[-1]
+            bubble = bubble_seconds(*case.columns(), *numbers, num_after=after, last_seconds=last)
+            closed = case.m * (forward[slow] + backward[slow]) + bubble[0]
+            if case.m >= case.pp:
+                assert closed == pytest.approx(step, rel=1e-9), (case, num_heavy)
+            else:
+                assert closed == pytest.approx(step, rel=0.1), (case, num_heavy)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_flight_is_the_peak_of_the_lists(schedule: str) -> None:
     for case in cases(schedule):
