@@ -1,8 +1,10 @@
 """Every model of a folder planned on every kind of machine: no crash, plausible figures, every refusal explained.
 
-    python benchmarks/plan_everything.py ../shared/data/model_configs [--quick]
+    python benchmarks/plan_everything.py FOLDER [--quick | --full]
 
-Six kinds of devices, four sizes. ``--quick`` holds choices that matter little (as the test of the same name does).
+Six kinds of devices, four sizes, for every ``config.json`` of a folder, with what would help. Choices that multiply the
+space and change little (``PINS``) are held; ``--quick`` holds more and leaves the advice out (as the test of the same
+name does), ``--full`` holds none.
 Writes ``benchmarks/results/plan_everything.json``.
 """
 
@@ -33,6 +35,8 @@ DEVICES = ("a100", "h100", "h200", "b200", "mi300x", "gb200")
 NUM_DEVICES = (8, 64, 512, 4096)
 SEQUENCE_LENGTH = 4096
 BATCH_TOKENS = 2**22
+PINS = ("dp_replicate=1", "rank_order=tp-cp-dp-pp", "layers_per_stage=even", "recompute_period=2")
+"""Choices that are held unless all are searched."""
 QUICK_PINS = (
     "dp_replicate=1", "cp=1", "schedule=1f1b,interleaved_1f1b", "virtual_stages=1,2,4", "layers_per_stage=even",
     "micro_batch_size=1,4", "rank_order=tp-cp-dp-pp", "zero_stage=1,3", "recompute=none,full", "overlap_tp=true",
@@ -147,10 +151,12 @@ def main() -> int:
     """Plan everything, write the result file."""
     parser = argparse.ArgumentParser(description="Plan every model of a folder on every kind of machine.")
     parser.add_argument("folder", type=Path, help="folder of Hugging Face config.json files")
-    parser.add_argument("--quick", action="store_true", help="hold choices that matter little")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="hold more choices, no advice")
+    size.add_argument("--full", action="store_true", help="hold none: half an hour and more")
     options = parser.parse_args()
     models = [load_model(path) for path in sorted(options.folder.glob("*.json"))]
-    pins = QUICK_PINS if options.quick else ()
+    pins = QUICK_PINS if options.quick else () if options.full else PINS
     found = []
     for case in cases(models, DEVICES, NUM_DEVICES, pins, advise=not options.quick):
         found.append(case)
@@ -171,7 +177,7 @@ def main() -> int:
     ]
     write_json(RESULT, {
         "title": "Every model on every kind of machine",
-        "setup": "2 cores shared with other work" + ("; --quick" if options.quick else ""),
+        "setup": "2 cores shared with other work; held: " + (", ".join(pins) or "nothing"),
         "lines": lines,
         "kinds": dict(kinds),
         "implausible": wrong,
