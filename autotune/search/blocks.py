@@ -52,8 +52,10 @@ FEW_COMBINATIONS, MANY_COMBINATIONS = 6_000_000, 40_000_000
 """Combinations, legal or not, of a part of the space. Few in small spaces, so that there are parts for all processes
 and what one finds is soon known to others; many in large ones, whose arrays are then long enough to be fast."""
 ENOUGH_PARTS = 48
+FEW_DEGREES = 8
+"""Choices of degrees in a part, below which it is cut by another field."""
 _SPLIT_FIELDS = ("global_batch_size", "sequence_length", "micro_batch_size", "ep", "schedule", "virtual_stages")
-"""Fields by which parts are cut where degrees alone don't make them small enough, in this order."""
+"""Fields by which parts are cut besides the degrees, in this order."""
 
 Columns = dict[str, np.ndarray]
 
@@ -220,21 +222,20 @@ class Expander:
     def parts(self) -> list[Part]:
         """Parts of the space, each small enough to be expanded at once.
 
-        A part takes every so many of the degrees, so that all are alike. Where one choice of degrees has too many
-        combinations by itself, parts have one value of some outer fields too.
+        A part takes every so many of the degrees, so that all are alike. Where that would leave few to each, parts have
+        one value of some outer fields too.
         """
         size, num_degrees = self.space.num_combinations, len(self.space.degrees)
         wanted = max(min(size // FEW_COMBINATIONS, ENOUGH_PARTS), size // MANY_COMBINATIONS)
-        number = max(1, min(wanted, num_degrees))
-        each = size // number
         split: list[str] = []
         for name in _SPLIT_FIELDS:
-            if each > MANY_COMBINATIONS:
+            if wanted * FEW_DEGREES > num_degrees and len(self.space.values[name]) > 1:
                 split.append(name)
-                each //= len(self.space.values[name])
+                wanted = -(-wanted // len(self.space.values[name]))
+        number = max(1, min(wanted, num_degrees))
         choices = itertools.product(*(range(len(self.space.values[name])) for name in split))
         fixed = [dict(zip(split, picked, strict=True)) for picked in choices]
-        return [Part(slice(start, None, number), one) for one in fixed for start in range(number)]
+        return [Part(slice(start, None, number), one) for start in range(number) for one in fixed]
 
     def size(self, part: Part) -> int:
         """Combinations of a part."""

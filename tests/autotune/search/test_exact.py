@@ -364,9 +364,9 @@ def test_few_degrees_with_many_batches_are_cut_by_batch() -> None:
     assert len(space.degrees) == 1
     assert sum(sizes) == space.num_combinations > 5 * 10**7
     assert max(sizes) <= MANY_COMBINATIONS
-    some = [expander.blocks(part) for part in expander.parts()[:3]]
-    for part, blocks in zip(expander.parts(), some, strict=False):
-        assert set(blocks.outer["global_batch_size"].tolist()) == {batches[part.fixed["global_batch_size"]]}
+    for part in expander.parts()[:20]:
+        blocks = expander.blocks(part)
+        assert set(blocks.outer["global_batch_size"].tolist()) <= {batches[part.fixed["global_batch_size"]]}
         assert blocks.counts.combinations == expander.size(part)
 
 
