@@ -86,7 +86,7 @@ def bars(
     shown = sorted(((name, size) for name, size in parts.items()), key=lambda item: -item[1])
     large = [(names[name], size) for name, size in shown if size >= LEAST_BAR_RATIO * whole]
     small = whole - sum(size for _, size in large)
-    if small > 1e-9 * whole:
+    if small > 5e-4 * whole:
         large.append(("the rest", small))
     most = max(size for _, size in large)
     table = plain_table()

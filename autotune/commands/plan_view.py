@@ -115,7 +115,7 @@ def header(answer: Answer) -> RenderableType:
     cluster = question.cluster
     lines = [
         ("model", f"{question.model.name}, {format_count(counts.total)} parameters{active}"),
-        ("cluster", f"{cluster.describe()}, {cluster.num_devices} devices"),
+        ("cluster", f"{cluster.describe()}" + (f", {cluster.num_devices} devices" if cluster.num_nodes > 1 else "")),
         (
             "batch",
             f"{question.global_batch_size} sequences of {question.sequence_length} tokens ="
@@ -294,9 +294,9 @@ def binding_lines(answer: Answer) -> list[str]:
     first, *others = [f"{share.resource} {share.ratio * 100:.0f}%" for share in shares]
     lines = [f"{first[0].upper()}{first[1:]} of the step{'; then ' + ', '.join(others) if others else ''}."]
     if answer.memory_binds_ratio is not None:
-        gain = percent(answer.memory_binds_ratio)
-        what = "tokens per second" if answer.question.objectives[0] in GAIN_WORDS else answer.question.objectives[0]
-        lines.append(f"Memory binds: with as much as one likes, {gain} better {what}.")
+        gain, first = percent(answer.memory_binds_ratio), answer.question.objectives[0]
+        what = "more tokens per second" if first in GAIN_WORDS else f"better {first}"
+        lines.append(f"Memory binds: with as much as one likes, {gain} {what}.")
     else:
         lines.append("Memory does not bind: more of it would gain nothing.")
     return lines
@@ -399,16 +399,22 @@ def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
 
 
 def _grouped(ladder: Sequence[Rung]) -> list[tuple[list[Rung], bool]]:
-    """Rungs, those together that leave the plan as it was or lack one for the same reason; and whether they do."""
+    """Rungs, those together that gain nothing or fail for the same reason; and whether they gain nothing."""
     groups: list[tuple[list[Rung], bool]] = []
     for before, rung in zip([None, *ladder], ladder, strict=False):
-        is_idle = before is not None and before.plan is not None and rung.plan == before.plan
-        lacks_again = before is not None and rung.plan is None and rung.reason == before.reason
-        if groups and (lacks_again or (is_idle and groups[-1][1])):
+        is_same = before is not None and _outcome(before) == _outcome(rung)
+        is_idle = is_same and not rung.reason
+        if groups and ((is_same and rung.reason) or (is_idle and groups[-1][1])):
             groups[-1][0].append(rung)
         else:
             groups.append(([rung], is_idle))
     return groups
+
+
+def _outcome(rung: Rung) -> tuple[object, ...]:
+    """What a rung comes to; plans that differ in a choice without effect come to the same."""
+    plan = rung.plan
+    return (rung.reason, plan and layout_words(plan.plan), plan and plan.step_seconds.value, plan and plan.memory_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ nothing fits, a rival
