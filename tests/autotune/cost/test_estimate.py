@@ -91,7 +91,7 @@ def test_words_and_codes_give_the_same() -> None:
 def test_more_work_takes_longer() -> None:
     plan = {"dp_shard": 64}
     assert seconds(plan, batch=2048) > seconds(plan, batch=1024)
-    assert seconds(plan, length=8192) > 2 * seconds(plan, length=4096)
+    assert seconds(plan, length=8192) > 1.5 * seconds(plan, length=4096)
     assert seconds(plan, model=DENSE.changed(num_layers=64)) > 1.5 * seconds(plan)
     assert seconds({**plan, "recompute": "full"}) > seconds({**plan, "recompute": "selective"}) >= seconds(plan)
 
