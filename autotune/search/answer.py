@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.search.compare import Comparison
@@ -137,4 +137,4 @@ class Answer:
     rival: Rival | None = None
     replays: tuple[EstimatedPlan | None, ...] = ()
     """The finalists again by replaying their pipelines' schedules; None for a plan without a pipeline."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()

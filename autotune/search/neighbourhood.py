@@ -69,10 +69,6 @@ class Neighbourhood:
             return None
         return int(np.argmin(np.where(allowed, self.costs, np.inf)))
 
-    def closest_row(self) -> int | None:
-        """The plan that needs the least memory."""
-        return int(np.argmin(self.estimates.memory_bytes_high))
-
     def plan(self, row: int) -> EstimatedPlan:
         """A row as plain data."""
         question = self.question

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +21,14 @@ from autotune.search.neighbourhood import explore, space_around
 from autotune.search.plan_objectives import OBJECTIVES, PlanObjective
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
+from engine.errors import UserError
 from engine.plan import plan_table
 
 DISTINCT_FIELDS = ("tp", "pp", "cp", "ep", "etp")
 """The plans of an answer differ in one of these: near-twins tell nothing new."""
 
+NUM_SEEDS = 10
+"""Best plans around which it is looked for what would help."""
 SMALL_SPACE = 500_000
 """Combinations up to which estimating all plans takes less time than finding out which of them need none."""
 
@@ -56,17 +60,20 @@ def solve(
         UserError: No plan is legal, with the rule that is in the way and its numbers.
     """
     started = time.perf_counter()
-    result = look(question, top, max_seconds, progress)
-    if not result.counts.legal:
+    result = look(question, max(top, NUM_SEEDS), max_seconds, progress)
+    counts = _counts(result, question.objectives[0])
+    if not result.fits and not len(result.closest):
+        if counts.gap_ratio == math.inf:
+            raise UserError("the search ended before it found a plan", hint="give it more --time, or pin some choices")
         refuse_empty_space(question, result.counts)
     found = ranked_plans(question, result)
     plans = found[:top]
     notes = question.notes
-    if len(found) > top:
+    if len(question.objectives) > 1 and len(found) > top:
         notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top)")
     answer = Answer(
         question=question,
-        counts=_counts(result, question.objectives[0]),
+        counts=counts,
         plans=plans,
         comparisons=tuple(compare(plans[0], plan) for plan in plans),
         shares=shares(plans[0]) if plans else (),
@@ -76,7 +83,7 @@ def solve(
         misfit = explain_misfit(question, described(question, result.closest))
         answer = replace(answer, misfit=misfit)
     elif advise:
-        seeds = [plan.plan for plan in plans]
+        seeds = [plan.plan for plan in found[:NUM_SEEDS]]
         around = explore(question, space_around(question, seeds))
         assert around is not None, "the best plan is in its own neighbourhood"
         answer = replace(
