@@ -57,11 +57,15 @@ def measure_machine(device: Literal["cpu", "cuda"], threads: int, *, quick: bool
     try:
         found = _parts(context, threads, quick)
         cpu_seconds = sum(context.gather(busy.own_seconds()))
-        if not context.is_main:
-            return None
-        seconds = time.perf_counter() - start
-        machine = _machine(context, threads, started.isoformat(timespec="seconds"), seconds, busy.others(cpu_seconds))
-        return Measurement(machine=machine.changed(is_quick=quick), **found)
+        machine = _machine(
+            context,
+            threads,
+            started.isoformat(timespec="seconds"),
+            time.perf_counter() - start,
+            busy.others(cpu_seconds),
+        )
+        context.barrier()  # a rank that leaves while another still talks to it ends badly
+        return Measurement(machine=machine.changed(is_quick=quick), **found) if context.is_main else None
     finally:
         context.close()
 
