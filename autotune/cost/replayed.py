@@ -17,14 +17,10 @@ from autotune.cost.communication import communication
 from autotune.cost.compute import Basis, compute_work
 from autotune.cost.estimate import EstimateTable, Estimator
 from autotune.cost.replay import Replay, StageSeconds, replay
-from autotune.cost.step_time import Blocks, Scope, micro_batch_times
+from autotune.cost.step_time import WEIGHT_RATIO, Blocks, Scope, micro_batch_times
 from autotune.specs.cluster import ClusterSpec
 from engine.plan import PlanTable
 from engine.spec import ModelSpec
-
-WEIGHT_RATIO = 0.5
-"""Share of a backward pass, without recomputation, that computes gradients of weights: each matrix product has one
-product for its input and an equal one for its weights."""
 
 PASS_PARTS = ("matmul", "attention", "memory_bound", "recompute", "host", "tp", "cp", "ep")
 """Parts of the step that micro-batches take on a rank; the other parts come once a step or are the pipeline's."""

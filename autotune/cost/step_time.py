@@ -22,6 +22,9 @@ BLOCKS = ("dense_layer", "moe_layer", "embedding", "head")
 LAYERS = BLOCKS[:2]
 FIRST, MIDDLE, LAST, MEAN = 0, 1, 2, 3
 """Kinds of pipeline ranks: with the embedding, the fullest with layers only, with the head; and the mean over all."""
+WEIGHT_RATIO = 0.5
+"""Share of a backward pass, without recomputation, that computes gradients of weights: each matrix product has one
+product for its input and an equal one for its weights."""
 
 
 @dataclass(frozen=True)
@@ -293,9 +296,10 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
         (shown, unseen), (shown_back, unseen_back) = forward.waiting(axis), backward.waiting(axis)
         parts[axis] = m * (shown.on(own) + shown_back.on(own))
         hidden[axis] = m * (unseen.on(own) + unseen_back.on(own))
+    weight_ratio = WEIGHT_RATIO * (1 - again.on(own) / np.maximum(pick(backward_device, slow), 1e-30))
     parts["bubble"] = bubble_seconds(
         c.schedule, c.pp, c.virtual_stages, m, slow_forward, slow_backward,
-        forward_seconds[MEAN], backward_seconds[MEAN],
+        forward_seconds[MEAN], backward_seconds[MEAN], weight_ratio,
         num_after=lighter_ranks(x.shape, c, slow), last_seconds=forward_seconds[LAST] + backward_seconds[LAST],
     )  # fmt: skip
     send = np.asarray(wire.pp_send) * x.software.communication_ratio * x.software.pp_communication_ratio
@@ -304,7 +308,7 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
         c.schedule, c.pp, c.virtual_stages, m, send, c.overlap_pp > 0,
         slack=(slow_seconds - mean_seconds) * c.pp / np.maximum(c.pp - 1, 1),
         stage_forward=slow_forward / c.virtual_stages,
-        stage_weight=slow_backward / (2 * c.virtual_stages),
+        stage_weight=slow_backward * weight_ratio / c.virtual_stages,
     )  # fmt: skip
     hidden["pp"] = np.maximum(2 * m * c.virtual_stages * send * (c.pp > 1) - parts["pp"], 0)
     data = data_parallel(x, c, wire, slow_forward, slow_backward)
