@@ -32,6 +32,9 @@ NUM_SEEDS = 10
 SMALL_SPACE = 500_000
 """Combinations up to which estimating all plans takes less time than finding out which of them need none."""
 
+ROUGH_FIGURES = "figures of a CPU are rough until 'autotune profile' has measured it; give its file to --cluster"
+"""Said of plans for CPU devices of the catalogue."""
+
 
 def solve(
     question: Question,
@@ -69,6 +72,8 @@ def solve(
     found = ranked_plans(question, result)
     plans = found[:top]
     notes = question.notes
+    if question.cluster.is_rough:
+        notes = (*notes, ROUGH_FIGURES)
     if len(question.objectives) > 1 and len(found) > top:
         notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top)")
     answer = Answer(
