@@ -98,6 +98,8 @@ class Judged:
     """``single``, ``tp``, ``dp`` or ``pp``."""
     global_batch_size: int
     estimated_seconds: float
+    in_interval: bool
+    """Whether the measured step lies in the estimate's interval."""
     measured_seconds: float
     estimated_bytes: float
     measured_bytes: float
@@ -162,7 +164,9 @@ def judge(cluster: ClusterSpec) -> list[Judged]:
         judged.append(
             Judged(
                 model.name, plan.describe(), axis, batch,
-                float(estimated.step_seconds[0]), outcome.step_seconds,
+                float(estimated.step_seconds[0]),
+                bool(estimated.step_seconds_low[0] <= outcome.step_seconds <= estimated.step_seconds_high[0]),
+                outcome.step_seconds,
                 float(estimated.allocated_bytes[0]), float(outcome.peak_memory_bytes),
             )
         )  # fmt: skip
@@ -199,6 +203,7 @@ def summary(judged: list[Judged]) -> dict[str, Any]:
         "time_median_error_pct_by_axis": {
             axis: 100 * float(np.median([j.time_error for j in judged if j.axis == axis])) for axis in axes
         },
+        "time_in_interval_ratio": float(np.mean([j.in_interval for j in judged])),
         "memory_median_abs_error_pct": 100 * float(np.median(memory)),
         "memory_max_abs_error_pct": 100 * float(memory.max()),
     }
@@ -216,7 +221,8 @@ def lines(judged: list[Judged], found: dict[str, Any], cluster: ClusterSpec) -> 
     ]
     return [
         f"Step time of {found['num_runs']} runs: Spearman {found['spearman']:.2f} (within one model: {within}), median"
-        f" error {found['time_median_abs_error_pct']:.0f} %, 90th percentile {found['time_p90_abs_error_pct']:.0f} %;"
+        f" error {found['time_median_abs_error_pct']:.0f} %, 90th percentile {found['time_p90_abs_error_pct']:.0f} %,"
+        f" {100 * found['time_in_interval_ratio']:.0f} % within their interval;"
         f" signed median by axis: {by_axis}. Peak of live tensors: median error"
         f" {found['memory_median_abs_error_pct']:.1f} %, largest {found['memory_max_abs_error_pct']:.1f} %.",
         "",

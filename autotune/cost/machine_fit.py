@@ -22,7 +22,7 @@ from autotune.cost.software import OWN_ENGINE, software_on
 from autotune.cost.step_time import Scope
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import MeasuredFigures
-from autotune.specs.measured import device_figures, fit_attention, link_figures
+from autotune.specs.measured import MAX_INTERVAL, MIN_INTERVAL, device_figures, fit_attention, link_figures
 from engine.measurement import Measurement, StepSample
 from engine.plan import Plan, plan_table
 
@@ -95,6 +95,8 @@ STAGES = (
         (Unknown("pp_launches", 20.0), Unknown("pp_communication_ratio", 1.0, pull=0.2)),
     ),
 )
+DEVIATIONS_OF_INTERVAL = 2.5
+"""Half-width of the interval over the median error: nine of ten errors of a normal distribution lie within."""
 RANGE = 60.0
 """A fitted figure stays within this factor of where it starts."""
 
@@ -139,7 +141,9 @@ def measured_cluster(cluster: ClusterSpec, found: Measurement) -> ClusterSpec:
     measured = measured.changed(
         coefficients=fixed | fit.coefficients, software=fit.software, errors=measured.errors | {"steps": fit.error}
     )
-    return cluster.changed(measured=measured)
+    spread = fit.error + found.noise_ratio
+    interval = float(np.clip(DEVIATIONS_OF_INTERVAL * spread, MIN_INTERVAL, MAX_INTERVAL))
+    return cluster.changed(figures=figures.changed(interval_ratio=interval), measured=measured)
 
 
 @dataclass(frozen=True)
