@@ -98,7 +98,7 @@ class PlanColumns:
         return self.global_batch_size // (self.dp * self.micro_batch_size)
 
     def __len__(self) -> int:
-        return max(np.size(getattr(self, field.name)) for field in fields(self))
+        return next((len(column) for column in vars(self).values() if np.ndim(column)), 1)
 
     def take(self, rows: np.ndarray) -> PlanColumns:
         """Some of the rows. ``rows``: ``[m]`` indices or ``[n]`` bools."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
@@ -242,7 +242,7 @@ _BLOCK_KEY = (
 
 def _once_per_block(x: Scope, c: PlanColumns) -> ComputeWork:
     """Work of single blocks, computed for the distinct ones where all rows have one model, device and stack."""
-    figures = (*astuple(x.shape), *astuple(x.device), *astuple(x.software))
+    figures = (figure for part in (x.shape, x.device, x.software) for figure in vars(part).values())
     if any(np.ndim(figure) for figure in figures) or not len(c):
         return compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
     columns = {name: np.broadcast_to(getattr(c, name), len(c)) for name in _BLOCK_KEY}

@@ -51,7 +51,7 @@ _CONDITIONS = {
 FEW_COMBINATIONS, MANY_COMBINATIONS = 6_000_000, 40_000_000
 """Combinations, legal or not, of a part of the space. Few in small spaces, so that there are parts for all processes
 and what one finds is soon known to others; many in large ones, whose arrays are then long enough to be fast."""
-ENOUGH_PARTS = 48
+ENOUGH_PARTS = 24
 FEW_DEGREES = 8
 """Choices of degrees in a part, below which it is cut by another field."""
 _SPLIT_FIELDS = ("global_batch_size", "sequence_length", "micro_batch_size", "ep", "schedule", "virtual_stages")
