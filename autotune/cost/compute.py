@@ -308,13 +308,18 @@ def _experts(b: Basis) -> Passes:
 
 
 def _grouped(b: Basis, inputs: Number, outputs: Number, rows: Number, count: Number) -> Passes:
-    """A linear layer of each of ``count`` experts over ``rows`` tokens each, in one grouped kernel."""
+    """A linear layer of each of ``count`` experts over ``rows`` tokens each, in one grouped kernel.
+
+    The ratios stand for waves that experts share, so they are below one; but no kernel beats the device's best rate.
+    """
     k = b.coefficients
     ratio = k.grouped_ratio * b.software.expert_ratio
-    forward = matmul_seconds(b, rows, outputs, inputs, count) * ratio
+    rate = b.device.matmul_flops * _fp8_factor(b)
+    least = 2 * rows * inputs * outputs * count / rate * b.software.compute_ratio
+    forward = np.maximum(matmul_seconds(b, rows, outputs, inputs, count) * ratio, least)
     input_gradient = matmul_seconds(b, rows, inputs, outputs, count)
     weight_gradient = matmul_seconds(b, outputs, inputs, rows, count)
-    backward = (input_gradient + weight_gradient) * ratio * k.gradient_product_ratio
+    backward = np.maximum((input_gradient + weight_gradient) * ratio, 2 * least) * k.gradient_product_ratio
     elements = rows * count
     launches = count * b.software.expert_launches
     return Passes(
