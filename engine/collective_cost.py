@@ -68,6 +68,14 @@ class Link:
     """Bus bandwidth of an all-reduce computed in the switch, bytes/s; 0 without."""
     reduction_min_devices: Number = 2.0
     """Members of a domain from which the switch reduces."""
+    all_gather_ratio: Number = 1.0
+    """Time of an all-gather over what its form says, where a library departs from it."""
+    reduce_scatter_ratio: Number = 1.0
+    """The same of a reduce-scatter."""
+    all_to_all_ratio: Number = 1.0
+    """The same of an all-to-all."""
+    send_ratio: Number = 1.0
+    """The same of a send."""
     placed_whole: Number = 0.0
     """1 where groups that fit are placed inside one domain, devices left over staying idle (racks); 0 where domains
     are filled one after another, so that a group may straddle two (nodes)."""
@@ -166,6 +174,16 @@ def _time(path: _Path, links: Sequence[Link], hops: Sequence[Number], wire: Numb
     return path.start + latency + wire + slow * filling / (slow + filling + _TINY)
 
 
+def _ratio(group: Group, links: Sequence[Link], name: str) -> Number:
+    """A ratio of the outermost level that a group crosses."""
+    ratio: Number = 1.0
+    for link, below, here in zip(links, (1.0, *group.members[:-1]), group.members, strict=True):
+        of_level = getattr(link, name)
+        if np.ndim(of_level) or of_level != 1 or np.ndim(ratio):
+            ratio = np.where(here > below, of_level, ratio)
+    return ratio
+
+
 def _none_alone(seconds: Number, group: Group, num_bytes: Number) -> Number:
     """Nothing to do in a group of one, or without bytes."""
     idle = (np.asarray(group.size) <= 1) | (np.asarray(num_bytes) <= 0)
@@ -201,14 +219,19 @@ def all_reduce(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number
 
 def all_gather(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
     """Everybody's part in everybody's buffer of ``num_bytes`` in all: a ring of ``g - 1`` steps, switches or not."""
-    path = _path(group, links)
-    traffic = (group.size - 1) / group.size * num_bytes
-    return _none_alone(_time(path, links, path.steps, traffic / path.bus), group, num_bytes)
+    return _ring(num_bytes, group, links) * _ratio(group, links, "all_gather_ratio")
 
 
 def reduce_scatter(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
     """Each member gets its part of the sum of everybody's buffer of ``num_bytes``: as ``all_gather``, backwards."""
-    return all_gather(num_bytes, group, links)
+    return _ring(num_bytes, group, links) * _ratio(group, links, "reduce_scatter_ratio")
+
+
+def _ring(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
+    """``g - 1`` steps around a ring, each with a member's part of ``num_bytes``."""
+    path = _path(group, links)
+    traffic = (group.size - 1) / group.size * num_bytes
+    return _none_alone(_time(path, links, path.steps, traffic / path.bus), group, num_bytes)
 
 
 def broadcast(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
@@ -237,7 +260,8 @@ def all_to_all(num_bytes: Number, group: Group, links: Sequence[Link], *, outsid
         seconds = (here - below) / size * num_bytes / share
         wire = wire + seconds * (outside_ratio if level else 1.0)
     hops = [(here - below) / PEERS_AT_ONCE for below, here in zip(path.inner, group.members, strict=True)]
-    return _none_alone(_time(path, links, hops, wire), group, num_bytes)
+    seconds = _time(path, links, hops, wire) * _ratio(group, links, "all_to_all_ratio")
+    return _none_alone(seconds, group, num_bytes)
 
 
 def send(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
@@ -246,4 +270,5 @@ def send(num_bytes: Number, group: Group, links: Sequence[Link]) -> Number:
     share: Number = np.inf
     for link, below, here in zip(links, path.inner, group.members, strict=True):
         share = np.where(here > below, np.minimum(link.bandwidth, link.pair_bandwidth), share)
-    return _none_alone(_time(path, links, path.steps, num_bytes / share), group, num_bytes)
+    seconds = _time(path, links, path.steps, num_bytes / share) * _ratio(group, links, "send_ratio")
+    return _none_alone(seconds, group, num_bytes)

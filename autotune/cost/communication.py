@@ -230,12 +230,16 @@ class _Half:
     reduced: Cost
     """All-reduce: each rank has a part of the sum for all tokens."""
     gathered: Cost
-    """Gather of a split sequence; a reduce-scatter costs the same."""
+    """Gather of a split sequence."""
+    exchanged: Cost
+    """Gather and reduce-scatter of a split sequence."""
 
     @classmethod
     def of(cls, x: _Inputs, groups: Groups) -> _Half:
         """For a table of plans."""
-        return cls(groups.all_reduce(groups.tp, x.hidden_bytes), groups.all_gather(groups.tp, x.hidden_bytes))
+        gathered = groups.all_gather(groups.tp, x.hidden_bytes)
+        scattered = groups.reduce_scatter(groups.tp, x.hidden_bytes)
+        return cls(groups.all_reduce(groups.tp, x.hidden_bytes), gathered, gathered + scattered)
 
 
 def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
@@ -246,8 +250,8 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     sequence (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2).
     """
     shape, c, split = x.shape, x.c, x.splits_sequence
-    forward = (half.gathered * 2).where(split, half.reduced)
-    backward = (half.gathered * (2 + np.asarray(x.regathers))).where(split, half.reduced)
+    forward = half.exchanged.where(split, half.reduced)
+    backward = (half.exchanged + half.gathered * np.asarray(x.regathers)).where(split, half.reduced)
     # Keys and values of one rank; with more tensor ranks than heads each head is held by several.
     heads = np.maximum(shape.num_kv_heads / c.tp, 1.0)
     keys = x.tokens * heads * (shape.query_key_dim + shape.value_dim) * x.element_bytes
@@ -277,8 +281,8 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
         return dict.fromkeys(("tp_moe_forward", "tp_moe_backward", "ep_forward", "ep_backward"), NOTHING)
     has_experts = np.asarray(shape.num_experts) > 0
     per_token = np.maximum(shape.experts_per_token, 1)
-    attention = (half.gathered * 2).where(split, half.reduced)
-    attention_back = (half.gathered * (2 + np.asarray(x.regathers))).where(split, half.reduced)
+    attention = half.exchanged.where(split, half.reduced)
+    attention_back = (half.exchanged + half.gathered * np.asarray(x.regathers)).where(split, half.reduced)
     entering = half.reduced + groups.all_reduce(groups.tp, x.tokens * shape.experts_per_token * x.element_bytes)
     sliced_back = (entering + half.gathered).where(split, entering)
     # Each rank of the tensor group dispatches its own share of the tokens, a copy for each of their experts.
@@ -289,7 +293,7 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     outside = np.where(np.asarray(x.sends_once) > 0, np.minimum(reached / per_token, 1.0), 1.0)
     exchange = groups.all_to_all(groups.ep, copies, outside) * 2
     arrived = groups.all_gather(groups.etp, copies * c.etp) * 2
-    shared = (half.gathered * 2).where(split & (np.asarray(shape.shared_ffn) > 0), NOTHING)
+    shared = half.exchanged.where(split & (np.asarray(shape.shared_ffn) > 0), NOTHING)
     # Without a split sequence the outputs of the ranks' shares are gathered.
     dispatched = arrived + half.gathered.where(~split, NOTHING) + shared
     sliced = (c.ep == 1) & (c.etp == c.tp)

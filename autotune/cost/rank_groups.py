@@ -71,6 +71,10 @@ def _levels(cluster: ClusterSpec) -> tuple[Link, ...]:
             pair_bandwidth=np.inf if level.pair_gb_per_second is None else level.pair_gb_per_second * 1e9,
             reduction_bandwidth=(level.reduction_gb_per_second or 0.0) * 1e9,
             reduction_min_devices=float(level.reduction_min_devices),
+            all_gather_ratio=level.all_gather_ratio,
+            reduce_scatter_ratio=level.reduce_scatter_ratio,
+            all_to_all_ratio=level.all_to_all_ratio,
+            send_ratio=level.send_ratio,
             placed_whole=float(level.num_devices is None or level.num_devices > cluster.devices_per_node),
         )
         for level in cluster.links
@@ -214,7 +218,10 @@ class Groups:
         sent = (group.size - 1) / group.size * num_bytes
         return Cost(collective_cost.all_gather(num_bytes, group, self._levels), sent)
 
-    reduce_scatter = all_gather
+    def reduce_scatter(self, group: Group, num_bytes: Number) -> Cost:
+        """See ``engine.collective_cost``; ``num_bytes``: of the whole."""
+        sent = (group.size - 1) / group.size * num_bytes
+        return Cost(collective_cost.reduce_scatter(num_bytes, group, self._levels), sent)
 
     def all_to_all(self, group: Group, num_bytes: Number, outside_ratio: Number = 1.0) -> Cost:
         """See ``engine.collective_cost``."""

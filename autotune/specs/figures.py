@@ -78,6 +78,14 @@ class LinkFigures(Schema):
     """Bandwidth of an all-reduce computed inside the switches (NVLS, SHARP), as the bus bandwidth; null without."""
     reduction_min_devices: Count = 2
     """Group size from which the switches are used."""
+    all_gather_ratio: Positive = 1.0
+    """Time of an all-gather over what the cost model's form says, where a library departs from it."""
+    reduce_scatter_ratio: Positive = 1.0
+    """The same of a reduce-scatter."""
+    all_to_all_ratio: Positive = 1.0
+    """The same of an all-to-all."""
+    send_ratio: Positive = 1.0
+    """The same of a send."""
 
 
 class SoftwareFigures(Schema):

@@ -23,6 +23,10 @@ TILES = ((128, 128), (128, 256), (256, 128), (64, 128))
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 FULL_HEAD, HEAD_EXPONENT = 128, 0.3
 """Smaller heads are slower: attention's rate goes with this power of their dimensions below the full ones."""
+RATIOS = ("all_gather_ratio", "reduce_scatter_ratio", "all_to_all_ratio", "send_ratio")
+"""Fields of LinkFigures that say how operations depart from their forms; all-reduce is what they are relative to."""
+RATIO_PULL = 0.1
+"""Weight of an operation that follows its form, relative to one sample."""
 LARGE_RANGE = 16
 """The bandwidth is fitted to operands from this part of the largest on: smaller ones lie in the caches."""
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 1.0
@@ -192,25 +196,32 @@ def fit_link(
     smallest = min(samples, key=lambda sample: (sample.bytes, sample.num_ranks))
 
     def figures(logs: np.ndarray) -> LinkFigures:
-        rate, latency, start, half = np.exp(logs)
+        rate, latency, start, half, *ratios = np.exp(logs)
         return LinkFigures(
             num_devices=num_devices,
             gb_per_second=rate / 1e9,
             latency_us=latency * 1e6,
             start_us=start * 1e6,
             half_mb=half / 1e6,
+            **dict(zip(RATIOS, ratios, strict=True)),
         )
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
+    def deviations(logs: np.ndarray) -> np.ndarray:
         links = links_of((*below, figures(logs)))
         predicted = np.array([collective_seconds(sample, links, world_size) for sample in samples])
         logs_of_ratio: np.ndarray = np.log(np.maximum(predicted, 1e-12) / measured)
         return logs_of_ratio
 
-    guess = np.log([largest.bytes / largest.seconds, smallest.seconds / 4, smallest.seconds / 2, 1e4])
-    low, high = np.log([1e5, LEAST_LATENCY, LEAST_LATENCY, 1.0]), np.log([1e13, 1.0, 1.0, 1e9])
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        pulled: np.ndarray = np.concatenate([deviations(logs), RATIO_PULL * logs[-len(RATIOS) :]])
+        return pulled
+
+    none = np.ones(len(RATIOS))
+    guess = np.log([largest.bytes / largest.seconds, smallest.seconds / 4, smallest.seconds / 2, 1e4, *none])
+    low = np.log([1e5, LEAST_LATENCY, LEAST_LATENCY, 1.0, *none / 10])
+    high = np.log([1e13, 1.0, 1.0, 1e9, *none * 10])
     fitted = least_squares(residuals, np.clip(guess, low + 0.1, high - 0.1), bounds=(low, high), loss="soft_l1")
-    return figures(fitted.x), float(np.median(np.abs(np.expm1(residuals(fitted.x)))))
+    return figures(fitted.x), float(np.median(np.abs(np.expm1(deviations(fitted.x)))))
 
 
 def collective_seconds(sample: CollectiveSample, links: Sequence[Link], world_size: int) -> float:
@@ -232,6 +243,7 @@ def links_of(levels: Sequence[LinkFigures]) -> list[Link]:
             latency=level.latency_us * 1e-6,
             start=level.start_us * 1e-6,
             half_bytes=level.half_mb * 1e6,
+            **{name: getattr(level, name) for name in RATIOS},
         )
         for level in levels
     ]
