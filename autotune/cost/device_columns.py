@@ -152,6 +152,7 @@ class SoftwareColumns:
     """1 where true, here and below."""
     regathers: Number
     shares_sends: Number
+    sums_from_second: Number
     sends_once: Number
     gathers_keys: Number
 

@@ -190,7 +190,7 @@ def pass_times(
     works = {block: getattr(getattr(work, block), direction) for block in BLOCKS}
     if direction == "backward":
         for block, parameters in zip(BLOCKS, block_parameters(x.shape, c), strict=True):
-            added = sum(parameters) * k.accumulate_bytes / x.device.memory_bytes_per_second
+            added = sum(parameters) * k.accumulate_bytes / x.device.memory_bytes_per_second * accumulated_share(x, c)
             works[block] = works[block]._replace(memory=works[block].memory + added)
     for block in BLOCKS:
         launches = works[block].kernels + x.software.shard_launches * (c.dp_shard > 1)
@@ -364,6 +364,13 @@ def data_parallel(
     whole = reduce.plus(gather).plus(beside_passes)
     once = (wire.tied_reduce + wire.tp_step) * scale
     return whole.exposed + shard * first + once, whole.hidden
+
+
+def accumulated_share(x: Scope, c: PlanColumns) -> Number:
+    """Share of a rank's gradients that a micro-batch adds to those of others, mean over the step."""
+    m = c.num_micro_batches
+    from_second = (m - 1) / m / np.where((c.zero_stage >= 3) & (c.pp == 1), c.dp_shard, 1)
+    return np.where(np.asarray(x.software.sums_from_second) > 0, from_second, 1.0)
 
 
 def num_gathers(c: PlanColumns, wire: Communication, own: Blocks) -> Number:

@@ -150,6 +150,9 @@ class SoftwareFigures(Schema):
     """Whether a split sequence is gathered again in the backward pass instead of kept, with nothing to hide it."""
     shares_sends: bool = False
     """Whether tensor ranks each send a share of the activations to the next stage, which gathers them there."""
+    sums_from_second: bool = False
+    """Whether the first micro-batch's gradients become the sum that later ones are added to, in place of being added to
+    zeros; under ZeRO-3 without a pipeline each rank then adds its shard alone."""
     sends_once: bool = False
     """Whether a token goes once to a node however many of its experts are there (DeepEP)."""
     gathers_keys: bool = False
