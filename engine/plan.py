@@ -43,7 +43,7 @@ class Plan(Schema):
     micro_batch_size: Count = 1
     """Sequences per micro-batch and data-parallel rank."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage over dp_shard: 1 optimizer states, 2 and gradients, 3 and parameters. No effect at dp_shard = 1."""
+    """ZeRO stage over dp_shard * cp: 1 optimizer states, 2 and gradients, 3 and parameters. No effect at 1."""
     sequence_parallel: bool = False
     """Split the sequence between the tensor-parallel regions."""
     vocab_parallel: bool = True
@@ -124,7 +124,7 @@ class Plan(Schema):
         parts = [self.mesh, f"mb{self.micro_batch_size}", self.precision]
         if self.recompute != "none":
             parts.append(f"every{self.recompute_period}" if self.recompute == "every_k" else f"ac-{self.recompute}")
-        if self.dp_shard > 1:
+        if self.dp_shard * self.cp > 1:
             parts.append(f"z{self.zero_stage}")
         if self.sequence_parallel:
             parts.append("sp")

@@ -83,6 +83,11 @@ class PlanColumns:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def num_shards(self) -> IntColumn:
+        """Ranks over which ZeRO shards: context ranks hold the same parameters as data-parallel ones."""
+        return self.dp_shard * self.cp
+
+    @property
     def world_size(self) -> IntColumn:
         """Devices."""
         return self.tp * self.pp * self.cp * self.dp

@@ -128,7 +128,7 @@ def communication(
     else:
         groups = Groups(links, c)
         parts = _of_passes(x, groups) | _of_step(x, groups)
-    stage = np.where(c.dp_shard > 1, c.zero_stage, 0)
+    stage = np.where(c.num_shards > 1, c.zero_stage, 0)
     reductions = np.where((stage == 3) & (c.pp == 1), c.num_micro_batches, 1)
     parts["tp_step"] = (parts["tp_step"] * reductions).where(x.splits_sequence, NOTHING)
     parts["dp_reduce"] = parts["dp_reduce"] * reductions
@@ -332,7 +332,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     """
     shape, c = x.shape, x.c
     held = _Held.of(shape, c)
-    stage = np.where(c.dp_shard > 1, c.zero_stage, 0)
+    stage = np.where(c.num_shards > 1, c.zero_stage, 0)
     ratio = _compression_ratio(shape, c)
     reduce, gather = NOTHING, NOTHING
     for parameters, whole, shard, replicate in (
@@ -411,7 +411,7 @@ def _shard_passes(c: PlanColumns) -> Number:
     """
     micro_batches = c.num_micro_batches
     passes = np.where(c.pp > 1, micro_batches + 1, 2 * micro_batches)
-    result: Number = np.where((c.zero_stage == 3) & (c.dp_shard > 1), passes, 0)
+    result: Number = np.where((c.zero_stage == 3) & (c.num_shards > 1), passes, 0)
     return result
 
 
