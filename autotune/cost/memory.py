@@ -306,7 +306,8 @@ def _states(
     gradient = np.where(half, recipe.gradient_bytes, e)
     summed_whole = stored_once & (c.num_micro_batches > 1) & (~third | (c.pp > 1))
     whole, split = either(second & ~summed_whole, gradient)
-    further = np.where(np.asarray(c.precision) == BF16, recipe.bf16_gradient_bytes, 0.0)
+    # The copy belongs to an optimizer that shards states alone; from stage 2 on gradients are never whole.
+    further = np.where((np.asarray(c.precision) == BF16) & ~second, recipe.bf16_gradient_bytes, 0.0)
     state = num_states * np.where(half, recipe.state_bytes, e) * (1 - c.offload_optimizer_ratio)
     buckets = np.where(is_sharded & (further == 0), recipe.bucket_bytes, 0.0)
 
