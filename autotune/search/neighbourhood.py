@@ -37,7 +37,7 @@ SMALL_CHOICES = (
 """Fields that change little."""
 ORDERED = (*DEGREES, "virtual_stages", "ep", "micro_batch_size", "zero_stage")
 """Fields whose values have neighbours; of the others, all are near."""
-MOST_COMBINATIONS = 700_000
+MOST_COMBINATIONS = 400_000
 """The widest neighbourhood with no more combinations is taken."""
 MOST_ROWS = 8000
 """Rows that are kept for estimates under other figures: the best ones, whether they fit or not."""
