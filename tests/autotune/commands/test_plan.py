@@ -251,6 +251,7 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--objective", "cost"], "needs a price", "--price"),
         (["--software", "fsdb"], "unknown software 'fsdb'", "fsdp"),
         (["--precision", "fp4"], "precision can't be 'fp4'", "allowed are"),
+        (["--time", "soon"], "a duration above zero", "10m"),
         (["--json", "--csv"], "exclude each other", "--json has all"),
         (["--compare", "nowhere.yaml"], "file not found", "check the path"),
     ],
