@@ -27,7 +27,7 @@ RATIOS = ("all_gather_ratio", "reduce_scatter_ratio", "all_to_all_ratio", "send_
 """Fields of LinkFigures that say how operations depart from their forms; all-reduce is what they are relative to."""
 RATIO_PULL = 0.1
 """Weight of an operation that follows its form, relative to one sample."""
-LARGE_RANGE = 16
+LARGE_RANGE = 2
 """The bandwidth is fitted to operands from this part of the largest on: smaller ones lie in the caches."""
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 1.0
 LEAST_LATENCY, LEAST_RATE = 1e-9, 1e-3
