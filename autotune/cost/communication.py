@@ -15,9 +15,10 @@ import numpy as np
 
 from autotune.cost.columns import PlanColumns, words_of
 from autotune.cost.distinct import Columns
+from autotune.cost.parameters import layer_share, vocabulary_share
 from autotune.cost.rank_groups import NOTHING, Cost, Groups, LinkColumns
 from autotune.cost.shapes import ModelShape
-from engine.collective_cost import Number
+from engine.collective_cost import Group, Number
 
 __all__ = ["Communication", "LinkColumns", "communication"]
 
@@ -25,6 +26,8 @@ BUCKET_ELEMENTS = 40e6
 """Gradients that are reduced in one message where nothing is sharded by layer (Megatron-LM's bucket)."""
 TOPK_RATIO = 0.01
 """Share of the gradient's elements that top-k compression sends."""
+INDEX_BYTES = 4
+"""Of the place of an element in a sparse gradient."""
 POWERSGD_RANK = 4
 """Rank of PowerSGD's factors."""
 
@@ -333,7 +336,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     shape, c = x.shape, x.c
     held = _Held.of(shape, c)
     stage = np.where(c.num_shards > 1, c.zero_stage, 0)
-    ratio = _compression_ratio(shape, c)
+    on_wire, is_sparse = _compressed_bytes(x)
     reduce, gather = NOTHING, NOTHING
     for parameters, whole, shard, replicate in (
         (held.shared, groups.dp, groups.shard, groups.replicate),
@@ -342,9 +345,10 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         if not np.any(parameters):
             continue
         message = parameters / held.messages
-        gradients = message * x.gradient_bytes * ratio
-        scattered = groups.reduce_scatter(shard, gradients) + groups.all_reduce(replicate, gradients / shard.size)
-        summed = groups.all_reduce(whole, gradients)
+        gradients = message * on_wire
+        scattered = groups.reduce_scatter(shard, gradients)
+        scattered = scattered + _summed(groups, replicate, gradients / shard.size, is_sparse)
+        summed = _summed(groups, whole, gradients, is_sparse)
         reduce = reduce + scattered.where(stage > 0, summed) * held.messages
         gather = gather + groups.all_gather(shard, message * x.element_bytes) * held.messages
     kept = groups.all_gather(groups.shard, held.head * x.element_bytes).where(c.pp == 1, NOTHING)
@@ -355,7 +359,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         * shape.hidden
         * np.where((stage == 3) & (c.pp == 1), x.element_bytes, x.wide_bytes)
     )
-    tied = shape.vocab * shape.hidden / np.where(np.asarray(c.vocab_parallel) > 0, c.tp, 1) * x.gradient_bytes
+    tied = vocabulary_share(shape, c) * x.gradient_bytes
     return {
         "dp_reduce": reduce,
         "dp_gather": gather.where((stage == 1) | (stage == 2), NOTHING),
@@ -381,22 +385,19 @@ class _Held:
     def of(cls, shape: ModelShape, c: PlanColumns) -> _Held:
         """For a table of plans."""
         further = c.largest_stage_layers * (c.virtual_stages - 1)
-        vocabulary = shape.vocab * shape.hidden / np.where(np.asarray(c.vocab_parallel) > 0, c.tp, 1)
+        vocabulary = vocabulary_share(shape, c)
         positions = shape.learned_positions * shape.hidden
         untied = np.asarray(shape.tied) == 0
         head = np.where(untied | (c.pp > 1), vocabulary, 0.0) + shape.hidden
         moe_share = shape.num_moe_layers / shape.num_layers
-        layer = (
-            (1 - moe_share) * shape.dense_layer_parameters
-            + moe_share * shape.moe_layer_parameters
-            - shape.replicated_layer_parameters
-        ) / c.tp + shape.replicated_layer_parameters
+        dense, moe, routed = layer_share(shape, c)
+        layer = (1 - moe_share) * dense + moe_share * moe
         first = (c.first_stage_layers + further) * layer + vocabulary + positions
         last = (c.last_stage_layers + further) * layer + head
         layers = np.minimum(c.largest_stage_layers * c.virtual_stages, shape.num_layers)
         alone = shape.num_layers * layer + vocabulary + positions + head
         shared = np.where(c.pp == 1, alone, np.maximum(np.maximum(first, last), layers * layer))
-        experts = layers * moe_share * shape.expert_parameters / (c.ep * c.etp)
+        experts = layers * moe_share * routed
         by_layer = layers + np.where(c.pp == 1, 2, 1)
         buckets = np.ceil((shared + experts) / BUCKET_ELEMENTS)
         messages = np.where(c.zero_stage >= 2, by_layer, np.minimum(by_layer, buckets))
@@ -415,17 +416,28 @@ def _shard_passes(c: PlanColumns) -> Number:
     return result
 
 
-def _compression_ratio(shape: ModelShape, c: PlanColumns) -> Number:
-    """Bytes of a compressed gradient over those of a plain one (4 bytes an element)."""
-    ratios = {
-        "none": 1.0,
-        "int8": 1 / 4,
-        "topk": 2 * TOPK_RATIO,
-        "int8_topk": (1 / 4 + 1) * TOPK_RATIO,
-        "powersgd": 2 * POWERSGD_RANK / np.asarray(shape.hidden, float),
-    }
+def _compressed_bytes(x: _Inputs) -> tuple[Number, Number]:
+    """Bytes on the wire of an element of the gradients, and whether ranks send different elements of them.
+
+    Top-k sends values with their places (Lin et al. 2018, arXiv 1712.01887); PowerSGD the two factors of a matrix, here
+    a square one (Vogels et al. 2019, arXiv 1905.13727).
+    """
     words = words_of("gradient_compression")
-    result: Number = np.select(
-        [c.gradient_compression == words.index(word) for word in ratios], [np.asarray(r) for r in ratios.values()]
-    )
-    return result
+    sizes: dict[str, Number] = {
+        "none": x.gradient_bytes,
+        "int8": 1.0,
+        "topk": TOPK_RATIO * (x.gradient_bytes + INDEX_BYTES),
+        "int8_topk": TOPK_RATIO * (1 + INDEX_BYTES),
+        "powersgd": 2 * POWERSGD_RANK / np.asarray(x.shape.hidden, float) * x.gradient_bytes,
+    }
+    chosen = [x.c.gradient_compression == words.index(word) for word in sizes]
+    sparse = chosen[list(sizes).index("topk")] | chosen[list(sizes).index("int8_topk")]
+    return np.select(chosen, [np.asarray(size) for size in sizes.values()]), sparse
+
+
+def _summed(groups: Groups, group: Group, gradients: Number, is_sparse: Number) -> Cost:
+    """Gradients of all members in everybody's hands. Sparse ones can't be added on the way: everybody gathers them."""
+    if not np.any(is_sparse):
+        return groups.all_reduce(group, gradients)
+    gathered = groups.all_gather(group, gradients * group.size)
+    return gathered.where(is_sparse, groups.all_reduce(group, gradients))

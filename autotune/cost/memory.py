@@ -15,13 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost.activations import LayerActivations, element_bytes, layer_activations, recomputed_share
-from autotune.cost.columns import PlanColumns, code
+from autotune.cost.columns import PlanColumns, code, words_of
 from autotune.cost.memory_recipe import MemoryRecipe
+from autotune.cost.parameters import layer_share, vocabulary_share
 from autotune.cost.pipeline import DUALPIPEV, ZBV, in_flight
 from autotune.cost.shapes import ModelShape, Number
 from engine.units import GIB
 
 BF16 = code("precision", "bf16")
+_KEEPS_RESIDUALS = np.array(
+    [word in ("topk", "int8_topk", "powersgd") for word in words_of("gradient_compression")], dtype=bool
+)
+"""By code of the gradient compression: whether each rank keeps what it has not sent yet, a number for each of its
+parameters (error feedback; Karimireddy et al. 2019, arXiv 1901.09847)."""
 
 
 @dataclass(frozen=True)
@@ -246,25 +252,9 @@ def _held(
     return _Held(**_states(shape, c, recipe, share, num_states), **_moving(shape, c, recipe, share, kinds))
 
 
-def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:
-    """Parameters that one rank holds, before any sharding, of a dense layer, of a layer with experts without the
-    routed ones, and of its routed experts.
-
-    Experts are split over ep * etp and never over tp; norms, routers and latent down-projections are on every
-    tensor-parallel rank; where tp exceeds the key and value heads, each is held by several ranks.
-    """
-    tp = np.asarray(c.tp, dtype=np.float64)
-    whole = shape.replicated_layer_parameters
-    again = np.maximum(1 - shape.num_kv_heads / tp, 0) * shape.hidden * (shape.query_key_dim + shape.value_dim)
-    dense = (shape.dense_layer_parameters - whole) / tp + whole + again
-    moe = (shape.moe_layer_parameters - whole) / tp + whole + again
-    experts = shape.expert_parameters / (np.asarray(c.ep, dtype=np.float64) * c.etp)
-    return dense, moe, experts
-
-
 def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:
     """Parameters of embedding, positions and head on a rank; a tied head needs none where the embedding is."""
-    table = shape.vocab * shape.hidden / np.where(c.vocab_parallel, np.asarray(c.tp, dtype=np.float64), 1.0)
+    table = vocabulary_share(shape, c)
     positions = shape.learned_positions * shape.hidden
     head = share.has_head * (1 - shape.tied * share.has_embedding)
     return share.has_embedding * (table + positions) + head * table
@@ -304,7 +294,8 @@ def _states(
     onto_device = 1 - c.offload_parameters_ratio
 
     gradient = np.where(half, recipe.gradient_bytes, e)
-    summed_whole = stored_once & (c.num_micro_batches > 1) & (~third | (c.pp > 1))
+    # Gradients that are reduced once a step (``communication``) are whole until all micro-batches are summed.
+    summed_whole = (c.num_micro_batches > 1) & (~third | (c.pp > 1))
     whole, split = either(second & ~summed_whole, gradient)
     # The copy belongs to an optimizer that shards states alone; from stage 2 on gradients are never whole.
     further = np.where((np.asarray(c.precision) == BF16) & ~second, recipe.bf16_gradient_bytes, 0.0)
@@ -312,12 +303,14 @@ def _states(
     buckets = np.where(is_sharded & (further == 0), recipe.bucket_bytes, 0.0)
 
     layer = np.maximum(dense * (shape.num_moe_layers < shape.num_layers), (moe + experts) * (shape.num_moe_layers > 0))
-    gathered = np.where(is_free & is_sharded, e, 0.0)
+    # Parameters that lie elsewhere, on other ranks or in host memory, come when their layer runs.
+    gathered = np.where((is_free & is_sharded) | (c.offload_parameters_ratio > 0), e, 0.0)
+    residuals = np.where(_KEEPS_RESIDUALS[c.gradient_compression], gradient, 0.0)
     return {
         "parameters": held((stored + working) * onto_device, (stored_split + working_split) * onto_device),
         "gradients": held(whole + further, split),
         "optimizer": held(*either(first, state)),
-        "own": held(*either(first, np.where(further > 0, 0.0, recipe.step_bytes))) + buckets,
+        "own": held(*either(first, np.where(further > 0, 0.0, recipe.step_bytes))) + buckets + held(residuals, 0.0),
         "gathered_for_head": gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.has_head * ends),
         "gathered_for_layer": np.asarray(gathered * 2 * layer),
         "reduced": np.where(second & is_sharded & stored_once, (e + gradient) * layer, 0.0),

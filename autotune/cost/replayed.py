@@ -13,9 +13,7 @@ from typing import Literal
 import numpy as np
 
 from autotune.cost.columns import PlanColumns, encode, words_of
-from autotune.cost.communication import communication
-from autotune.cost.compute import Basis, compute_work
-from autotune.cost.estimate import EstimateTable, Estimator
+from autotune.cost.estimate import EstimateTable, Estimator, work_and_wire
 from autotune.cost.replay import Replay, StageSeconds, replay
 from autotune.cost.step_time import WEIGHT_RATIO, Blocks, Scope, micro_batch_times
 from autotune.specs.cluster import ClusterSpec
@@ -105,15 +103,15 @@ def stage_seconds(model: ModelSpec, x: Scope, c: PlanColumns, table: PlanTable) 
         c: ``n`` plans.
         table: The same plans with their layers per stage.
     """
-    work = compute_work(Basis(x.shape, x.device, x.software, x.coefficients, c))
-    wire = communication(x.shape, x.links, c, element_bytes=x.device.element_bytes)
+    work, wire = work_and_wire(x, c)
     counts = _stage_blocks(model, c, table)
     passes = micro_batch_times(x, c, work, wire)
     forward, backward = passes.seconds(counts)
     _, device = passes.device_seconds(counts)
     again = passes.again.on(counts) / np.maximum(device, 1e-30) * backward
     weight = WEIGHT_RATIO * (backward - again)
-    send = np.broadcast_to(np.asarray(wire.pp_send) * x.software.communication_ratio, len(c))
+    ratio = x.software.communication_ratio * x.software.pp_communication_ratio
+    send = np.broadcast_to(np.asarray(wire.pp_send) * ratio, len(c))
     overlap = np.broadcast_to(c.overlap_pp, len(c)) > 0
     found: list[StageSeconds | None] = []
     for row, (pp, v) in enumerate(

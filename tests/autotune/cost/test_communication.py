@@ -254,11 +254,34 @@ def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
 
 def test_compression_shrinks_gradients_alone() -> None:
     words = ("none", "int8", "topk", "int8_topk", "powersgd")
-    plans = [{"dp_replicate": 16, "gradient_compression": word} for word in words]
+    plans = [{"dp_shard": 16, "zero_stage": 1, "gradient_compression": word} for word in words]
     result = sent(*plans)
     ratios = result.dp_reduce_bytes / result.dp_reduce_bytes[0]
     np.testing.assert_allclose(ratios, [1, 0.25, 0.02, 0.0125, 8 / 4096])
     assert np.all(np.diff(result.dp_reduce) < 0)
+    narrow = sent(*plans, narrow_gradients=1)
+    np.testing.assert_allclose((narrow.dp_reduce_bytes / narrow.dp_reduce_bytes[0])[:3], [1, 0.5, 0.03])
+
+
+def test_sparse_gradients_are_gathered_from_all_replicas() -> None:
+    """Their places differ, so that nothing is added on the way."""
+    words = ("none", "topk")
+    few, many = (
+        sent(*({"dp_replicate": size, "gradient_compression": word} for word in words)).dp_reduce_bytes
+        for size in (8, 128)
+    )
+    assert few[1] / few[0] == pytest.approx(8 * 0.02 / 2)
+    assert many[1] / many[0] == pytest.approx(128 * 0.02 / 2)
+
+
+def test_zero_shards_over_context_ranks_too() -> None:
+    """With one data-parallel rank, parameters are still gathered over the context ranks that hold their shards."""
+    plan = {"cp": 8, "dp_shard": 1}
+    result = sent(*({**plan, "zero_stage": stage} for stage in (0, 1, 3)), batch=16, length=8192)
+    held, ring = parameters_per_rank(DENSE, 1), 7 / 8
+    np.testing.assert_allclose(result.dp_gather_bytes, [0, ring * held * 2, 0], rtol=1e-12)
+    np.testing.assert_array_equal(result.shard_passes, [0, 0, 32])
+    assert result.shard_gather_bytes[2] > 0
 
 
 def test_small_gradients_travel_in_buckets_and_sharded_ones_by_layer() -> None:

@@ -13,8 +13,9 @@ import torch
 from autotune.cost.activations import layer_activations
 from autotune.cost.columns import PlanColumns, encode
 from autotune.cost.estimate import MEMORY_PARTS
-from autotune.cost.memory import MemoryTable, layer_share, memory, memory_of_ranks, rank_share
+from autotune.cost.memory import MemoryTable, memory, memory_of_ranks, rank_share
 from autotune.cost.memory_recipe import MemoryRecipe, recipe, recipes
+from autotune.cost.parameters import layer_share
 from autotune.cost.shapes import ModelShape
 from autotune.cost.software import software_catalogue
 from engine.config import RunConfig
@@ -163,12 +164,33 @@ def test_leading_dense_layers_are_the_first_stages() -> None:
 
 def test_zero_shards_states_then_gradients_then_parameters() -> None:
     n = num_parameters(LLAMA_8B, Plan(zero_stage=0))[0]
-    parts = [of_ranks(LLAMA_8B, Plan(dp_shard=8, zero_stage=stage, precision="bf16")) for stage in (0, 1, 2, 3)]
+    plans = [Plan(dp_shard=8, zero_stage=stage, precision="bf16") for stage in (0, 1, 2, 3)]
+    parts = [of_ranks(LLAMA_8B, plan, batch=8) for plan in plans]  # one micro-batch
     of = {name: [float(p[name][0]) for p in parts] for name in ("parameters", "gradients", "optimizer")}
     # Megatron's distributed optimizer: 18 bytes a parameter, and 6 + 12 / d under ZeRO-1.
     assert of["parameters"] == pytest.approx([6 * n, 2 * n + 4 * n / 8, 2 * n + 4 * n / 8, 6 * n / 8])
     assert of["gradients"] == pytest.approx([4 * n, 4 * n, 4 * n / 8, 4 * n / 8])
     assert of["optimizer"] == pytest.approx([8 * n, n, n, n])
+
+
+def test_gradients_of_several_micro_batches_are_whole_where_they_are_reduced_once() -> None:
+    """Only ZeRO-3 without a pipeline pays for a reduction in each micro-batch."""
+    second, third = (Plan(dp_shard=8, zero_stage=stage, precision="bf16") for stage in (2, 3))
+    one, several = (of_ranks(LLAMA_8B, second, batch=batch)["gradients"] for batch in (8, 16))
+    assert several == pytest.approx(8 * one)
+    one, several = (of_ranks(LLAMA_8B, third, batch=batch)["gradients"] for batch in (8, 16))
+    assert several == pytest.approx(one)
+
+
+def test_what_is_offloaded_or_compressed_needs_room_too() -> None:
+    n = num_parameters(LLAMA_8B, Plan(zero_stage=0))[0]
+    plan = Plan(dp_shard=8, zero_stage=1, precision="bf16")
+    kept, offloaded = (of_ranks(LLAMA_8B, plan.changed(offload_parameters_ratio=ratio)) for ratio in (0.0, 1.0))
+    assert offloaded["parameters"] == 0
+    layer = layer_parameters(LLAMA_8B, 0).total
+    assert offloaded["buffers"] - kept["buffers"] >= 2 * layer  # in bf16, at least one
+    sparse = of_ranks(LLAMA_8B, plan.changed(gradient_compression="topk"))
+    assert sparse["buffers"] - kept["buffers"] == pytest.approx(4 * n)
 
 
 def test_experts_are_sharded_over_their_own_ranks() -> None:

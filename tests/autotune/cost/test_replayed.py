@@ -58,6 +58,18 @@ def test_close_to_the_closed_form_and_parts_add_up() -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("stack", ["megatron-2022", "deepspeed", "torchtitan"])
+def test_facts_of_a_stack_count_in_both(stack: str) -> None:
+    """What it gathers again, how its tensor ranks share sends, how its context ranks get keys."""
+    table = table_of({"pp": 4, "tp": 2, "cp": 2}, {"pp": 4, "sequence_parallel": False})
+    closed = estimate(MODEL, CLUSTER, table, software=stack)
+    replayed = replay_rows(MODEL, CLUSTER, table, software=stack)
+    np.testing.assert_allclose(closed.step_seconds, replayed.step_seconds, rtol=0.002)
+    for name in ("tp", "cp"):
+        np.testing.assert_allclose(closed.time[name], replayed.time[name], rtol=0.005, err_msg=name)
+
+
+@pytest.mark.unit
 def test_a_remainder_of_layers_on_the_first_stages() -> None:
     """30 layers on 4, and 8 stages: the closed form takes filling and draining at the mean rank's pace."""
     model = MODEL.changed(num_layers=30)
