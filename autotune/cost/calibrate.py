@@ -51,9 +51,9 @@ COEFFICIENT_SPREAD = {
     "kernel_us": 0.5,
     "backward_launch_ratio": 0.3,
     "step_kernels": 1.0,
-    "host_sharpness": 0.3,
-    "framework_ratio": 0.3,
-    "host_skew": 0.5,
+    "host_sharpness": 0.15,
+    "framework_ratio": 0.1,
+    "host_skew": 0.25,
     "optimizer_bytes": 0.3,
     "accumulate_bytes": 0.5,
     "dp_hidden_ratio": 1.0,
@@ -88,9 +88,9 @@ SOFTWARE_SPREAD = {
 ROOT_SPREAD = 0.4
 """Spread of a factor of a stack without a parent, relative: what all stacks share belongs to the devices' figures."""
 
-ERROR = 0.08
+ERROR = 0.06
 """Error of a step time that the loss counts as one standard deviation, of its logarithm."""
-FAMILY_WEIGHT_POWER = 0.3
+FAMILY_WEIGHT_POWER = 0.2
 """A family with ``k`` runs weighs ``k ** (1 - power)`` of them."""
 
 FIRST_DAMPING, LAST_DAMPING = 1e-3, 1e6
