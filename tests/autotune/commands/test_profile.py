@@ -17,6 +17,7 @@ from engine.measurement import Measurement, StepSample
 from engine.plan import Plan, plan_table
 from engine.schema import parse
 from engine.spec import ModelSpec
+from engine.yaml_file import dump_yaml
 
 MODEL = ModelSpec(
     num_layers=2, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_size=704, vocab_size=1024
@@ -28,8 +29,10 @@ TINY = MODEL.changed(hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, f
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a quick run on one core."""
-    path = tmp_path_factory.mktemp("profile") / "one.yaml"
-    assert main(["profile", "--cluster", "cpu:1", "--quick", "--output", str(path)]) == 0
+    folder = tmp_path_factory.mktemp("profile")
+    core, path = folder / "core.yaml", folder / "one.yaml"
+    core.write_text(dump_yaml(parse_cluster("cpu:1").changed(threads_per_device=1).to_data()))
+    assert main(["profile", "--cluster", str(core), "--quick", "--output", str(path)]) == 0
     return path
 
 
