@@ -17,7 +17,11 @@ from engine.errors import UserError
 KeyPath = tuple[str | int, ...]
 
 
-class _Loader(yaml.SafeLoader):
+_SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's parser where PyYAML was built with it: ten times as fast."""
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc, valid-type]
     """SafeLoader with the YAML 1.2 core schema instead of YAML 1.1's implicit types."""
 
 
