@@ -12,12 +12,17 @@ from autotune.cost.columns import PlanColumns, code
 from autotune.cost.communication import Communication, LinkColumns
 from autotune.cost.compute import ComputeWork, Work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
+from autotune.cost.parameters import layer_share, vocabulary_share
 from autotune.cost.parts import HIDDEN_PARTS, TIME_PARTS
 from autotune.cost.pipeline import bubble_seconds, send_seconds
 from autotune.cost.shapes import ModelShape, Number
 
 FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("full", "selective", "every_k"))
 ZBV, DUALPIPEV = code("schedule", "zbv"), code("schedule", "dualpipev")
+STATE_TRAFFIC_BYTES = 24.0
+"""Per parameter whose states are in host memory: master copy and two moments in fp32, there and back."""
+KEPT_WIDTHS = 16.0
+"""Tensors of hidden size that a layer keeps for its backward pass where nothing is recomputed."""
 BLOCKS = ("dense_layer", "moe_layer", "embedding", "head")
 LAYERS = BLOCKS[:2]
 FIRST, MIDDLE, LAST, MEAN = 0, 1, 2, 3
@@ -384,12 +389,10 @@ def num_gathers(c: PlanColumns, wire: Communication, own: Blocks) -> Number:
 
 def block_parameters(s: ModelShape, c: PlanColumns) -> tuple[tuple[Number, Number], ...]:
     """Parameters of each kind of block on one rank: those outside the experts, and the experts'."""
-    replicated = s.replicated_layer_parameters
-    dense = replicated + (s.dense_layer_parameters - replicated) / c.tp
-    moe = replicated + (s.moe_layer_parameters - replicated) / c.tp
-    vocabulary = s.vocab * s.hidden / np.where(c.vocab_parallel > 0, c.tp, 1)
+    dense, moe, experts = layer_share(s, c)
+    vocabulary = vocabulary_share(s, c)
     head = vocabulary * np.where((np.asarray(s.tied) > 0) & (c.pp == 1), 0, 1)
-    return (dense, 0.0), (moe, s.expert_parameters / (c.ep * c.etp)), (vocabulary, 0.0), (head, 0.0)
+    return (dense, 0.0), (moe, experts), (vocabulary, 0.0), (head, 0.0)
 
 
 def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number, Number]:
@@ -398,14 +401,19 @@ def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number,
     return outside.on(own), experts.on(own)
 
 
-def optimizer_seconds(x: Scope, c: PlanColumns, own: Blocks, launch: Number) -> np.ndarray:
-    """The update of a rank's share of the states through memory, and its launches."""
-    k = x.coefficients
-    shared, experts = rank_parameters(x.shape, c, own)
+def updated_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> Number:
+    """Parameters whose states a rank updates: its share under ZeRO of what its blocks hold."""
+    shared, experts = rank_parameters(s, c, own)
     sharded = c.zero_stage >= 1
     share = shared / np.where(sharded, c.dp_shard * c.cp, 1)
-    share = share + experts / np.where(sharded, np.maximum(c.edp / c.dp_replicate, 1), 1)
-    through_memory = share * k.optimizer_bytes / x.device.memory_bytes_per_second
+    result: Number = share + experts / np.where(sharded, np.maximum(c.edp / c.dp_replicate, 1), 1)
+    return result
+
+
+def optimizer_seconds(x: Scope, c: PlanColumns, own: Blocks, launch: Number) -> Number:
+    """The update of a rank's share of the states through memory, and its launches."""
+    k = x.coefficients
+    through_memory = updated_parameters(x.shape, c, own) * k.optimizer_bytes / x.device.memory_bytes_per_second
     return through_memory + k.step_kernels * launch
 
 
@@ -413,23 +421,16 @@ def offload_seconds(
     x: Scope, c: PlanColumns, own: Blocks, forward: np.ndarray, backward: np.ndarray
 ) -> tuple[Number, Number]:
     """Traffic to host memory: activations beside each pass, parameters before each pass, states around the update."""
-    link = x.device.host_link_bytes_per_second
-    shared, experts = rank_parameters(x.shape, c, own)
-    share = shared / np.where(c.zero_stage >= 1, c.dp_shard * c.cp, 1) + experts
-    states = c.offload_optimizer_ratio * share * 16 * 2 / link
-    weights = (shared + experts) / np.where(c.zero_stage >= 3, c.dp_shard, 1) * x.device.element_bytes
+    link, slowdown = x.device.host_link_bytes_per_second, x.device.overlap_slowdown_ratio
+    states = c.offload_optimizer_ratio * updated_parameters(x.shape, c, own) * STATE_TRAFFIC_BYTES / link
+    weights = sum(rank_parameters(x.shape, c, own)) / np.where(c.zero_stage >= 3, c.dp_shard, 1)
     tokens = c.micro_batch_size * c.sequence_length / c.cp
-    kept = tokens * x.shape.hidden * x.device.element_bytes * (own.dense + own.moe)
-    kept = kept * np.where(recompute_share(c) >= 1, 1.0, 16.0 / c.tp)
-    slowdown = x.device.overlap_slowdown_ratio
-    out = beside(
-        (kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio) / link, forward, 1.0, slowdown
-    )
-    back = beside(
-        (kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio) / link, backward, 1.0, slowdown
-    )
-    m = c.num_micro_batches
-    return states + m * (out.exposed + back.exposed), m * (out.hidden + back.hidden)
+    kept = tokens * x.shape.hidden * (own.dense + own.moe)
+    kept = kept * np.where(recompute_share(c) >= 1, 1.0, KEPT_WIDTHS / c.tp)
+    elements = kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio
+    traffic = elements * x.device.element_bytes / link
+    both = beside(traffic, forward, 1.0, slowdown).plus(beside(traffic, backward, 1.0, slowdown))
+    return states + c.num_micro_batches * both.exposed, c.num_micro_batches * both.hidden
 
 
 def pick(of_kinds: np.ndarray, kind: np.ndarray) -> np.ndarray:
