@@ -20,6 +20,8 @@ _BYTE_SUFFIX = {
 }  # fmt: skip
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+MAX_SUFFIXED_BATCH_TOKENS = 64 * 2**20
+"""A batch of more tokens, given as sequences with a suffix (``4M``), is rather one whose ``-tokens`` was forgotten."""
 
 
 def _match(text: str | int | float, suffixes: str) -> tuple[float, str] | None:
@@ -85,16 +87,40 @@ class BatchSize:
 
 
 def parse_batch(text: str | int, sequence_length: int, *, multiple_of: int = 1) -> BatchSize:
-    """``512``, ``512-seqs`` or ``4Mi-tokens`` as a number of sequences, rounded to the nearest multiple allowed."""
-    tokens = str(text).strip().endswith("-tokens")
-    if tokens:
-        wanted = parse_tokens(text, what="the global batch") / sequence_length
-    else:
-        wanted = float(parse_count(re.sub(r"-seqs?$", "", str(text).strip()), what="the global batch"))
-    if wanted <= 0:
+    """``512``, ``512-seqs`` or ``4Mi-tokens`` as a number of sequences, rounded to the nearest multiple allowed.
+
+    Raises:
+        UserError: No such quantity, zero, less than half a sequence, or so many sequences that tokens must be meant.
+    """
+    given = str(text).strip()
+    examples = "examples: 512, 512-seqs, 4Mi-tokens"
+    other = re.fullmatch(r"([0-9.]+[A-Za-z]{0,2}?)[\s_-]*(tok(?:en)?s?|seq(?:uence)?s?)", given)
+    if other and not given.endswith(("-tokens", "-seqs", "-seq")):
+        unit = "tokens" if other[2].startswith("tok") else "seqs"
         raise UserError(
-            f"the global batch must be above zero, got {text!r}", hint="examples: 512, 512-seqs, 4Mi-tokens"
+            f"the global batch can't be read, got {text!r}", hint=f"did you mean {other[1]}-{unit}? {examples}"
         )
+    if given.endswith("-tokens"):
+        num_tokens = parse_tokens(given, what="the global batch")
+        wanted = num_tokens / sequence_length
+        if 0 < wanted < 0.5:
+            raise UserError(
+                f"the global batch is less than one sequence of {sequence_length} tokens, got {text!r}",
+                hint=f"give {sequence_length}-tokens or more; {examples}",
+            )
+    else:
+        wanted = parse_count(re.sub(r"-seqs?$", "", given), what="the global batch")
+        if (
+            given[-1].isalpha()
+            and not given.endswith(("-seqs", "-seq"))
+            and wanted * sequence_length > MAX_SUFFIXED_BATCH_TOKENS
+        ):
+            raise UserError(
+                f"the global batch {text} is {wanted} sequences, {wanted * sequence_length:.3g} tokens a step",
+                hint=f"did you mean {given}-tokens? Write {given}-seqs where sequences are meant",
+            )
+    if wanted <= 0:
+        raise UserError(f"the global batch must be above zero, got {text!r}", hint=examples)
     nearest = max(multiple_of, round(wanted / multiple_of) * multiple_of)
     if nearest == wanted:
         return BatchSize(nearest)

@@ -27,6 +27,26 @@ def test_batches_round_to_the_nearest_legal_value_and_say_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("4M", "did you mean 4M-tokens? Write 4M-seqs"), ("4Mi-token", "did you mean 4Mi-tokens?"),
+        ("512seqs", "did you mean 512-seqs?"), ("512-sequences", "512-seqs?"), ("4Mi tokens", "4Mi-tokens?"),
+        ("100-tokens", "give 8192-tokens or more"),
+    ],
+)  # fmt: skip
+def test_batches_that_mean_something_else_are_refused(text: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        units.parse_batch(text, 8192)
+    assert hint in str(error.value.hint)
+
+
+def test_large_batches_may_be_meant() -> None:
+    assert units.parse_batch("4M-seqs", 8192).num_sequences == units.parse_batch(4_000_000, 8192).num_sequences
+    assert units.parse_batch("8Ki", 8192) == units.BatchSize(8192)
+    assert units.parse_batch("6000-tokens", 8192).num_sequences == 1
+
+
+@pytest.mark.parametrize(
     ("parse", "text"),
     [
         (units.parse_tokens, "many"), (units.parse_tokens, "1.5"), (units.parse_tokens, "-3"),
