@@ -59,11 +59,11 @@ def command(
     ] = None,
     replay: Annotated[bool, typer.Option("--replay", help="Replay the plans' pipeline schedules too.")] = False,
     price: Annotated[
-        float | None, typer.Option(min=0, metavar="DOLLARS", help="Of a device and hour, for the objective cost.")
+        float | None, typer.Option(metavar="DOLLARS", help="Of a device and hour, for the objective cost.")
     ] = None,
     watts: Annotated[
         float | None,
-        typer.Option(min=0, metavar="WATTS", help="Of a busy device, for the objective energy. [default: its limit]"),
+        typer.Option(metavar="WATTS", help="Of a busy device, for the objective energy. [default: its limit]"),
     ] = None,
     software: Annotated[
         str | None,
@@ -121,8 +121,15 @@ def _progress() -> Iterator[Callable[[float], None] | None]:
 
 
 def _priced(cluster: ClusterSpec, price: float | None, watts: float | None) -> ClusterSpec:
-    """The cluster with prices from the command line."""
-    given = {"dollars_per_device_hour": price or None, "watts": watts or None}
+    """The cluster with prices from the command line.
+
+    Raises:
+        UserError: A price or power of nothing.
+    """
+    for option, value, example in (("--price", price, "2.5"), ("--watts", watts, "700")):
+        if value is not None and value <= 0:
+            raise UserError(f"{option} must be above 0, got {value:g}", hint=f"example: {option} {example}")
+    given = {"dollars_per_device_hour": price, "watts": watts}
     return cluster.changed(**{name: value for name, value in given.items() if value is not None})
 
 

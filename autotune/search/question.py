@@ -33,6 +33,10 @@ GIVEN_ELSEWHERE = {"precision": "--precision", "global_batch_size": "--global-ba
 
 BATCH_UNIT = ("dp", "dp_replicate", "dp_shard", "micro_batch_size")
 """What the global batch must be a multiple of, where it is pinned."""
+MAX_BATCH_CHANGE_RATIO = 0.05
+"""Most that the global batch is changed by, so that pinned values can split it."""
+MIN_MEMORY_LIMIT_BYTES = 2**20
+"""Smallest memory limit that may be meant: a number without its unit is below."""
 
 
 @dataclass(frozen=True)
@@ -162,19 +166,22 @@ def ask(
             scopes=("universal", "engine") if engine_only else ("universal",),
         )
 
-    batch = parse_batch(global_batch, sequence_length, multiple_of=_pinned_unit(space_of(1)))
+    batch = parse_batch(global_batch, sequence_length)
+    num_sequences, batch_notes = _splittable_batch(batch.num_sequences, space_of(1))
+    if batch.note and num_sequences == batch.num_sequences:
+        batch_notes = [batch.note]
     limit, limit_notes = read_memory_limit(max_memory, cluster)
     return Question(
         model=model,
         cluster=cluster,
         sequence_length=sequence_length,
-        global_batch_size=batch.num_sequences,
+        global_batch_size=num_sequences,
         memory_limit_bytes=limit,
-        space=space_of(batch.num_sequences),
+        space=space_of(num_sequences),
         pins=tuple(texts),
         objectives=ranked,
         software=software,
-        notes=(*notes, *([batch.note] if batch.note else []), *limit_notes),
+        notes=(*notes, *batch_notes, *limit_notes),
     )
 
 
@@ -251,13 +258,16 @@ def read_memory_limit(text: str | None, cluster: ClusterSpec) -> tuple[int, list
     """What a plan may take of each device, and what was said about it.
 
     Raises:
-        UserError: Not a size, or zero.
+        UserError: Not a size, zero, or so little that a unit must have been forgotten.
     """
     if text is None:
         return cluster.memory_bytes, []
     limit = parse_bytes(text)
     if limit <= 0:
         raise UserError(f"--max-memory must be above zero, got {text!r}", hint="example: 70GiB")
+    if limit < MIN_MEMORY_LIMIT_BYTES:
+        meant = f"did you mean {text.strip()}GiB?" if text.strip()[-1].isdigit() else "example: 70GiB"
+        raise UserError(f"--max-memory {text} is {limit} bytes, less than any plan takes", hint=meant)
     if limit > cluster.memory_bytes:
         note = f"--max-memory {text} is more than a device has; {format_bytes(cluster.memory_bytes)} are taken"
         return cluster.memory_bytes, [note]
@@ -292,9 +302,36 @@ def read_count(text: str, option: str) -> int:
     return count
 
 
-def _pinned_unit(space: PlanSpace) -> int:
-    """What the batch must be a multiple of under some combination of the pinned values."""
+def _splittable_batch(batch: int, space: PlanSpace) -> tuple[int, list[str]]:
+    """The batch that pinned values can split, and what was said where that is another one.
+
+    Of the multiples within ``MAX_BATCH_CHANGE_RATIO`` one is taken that leaves the data-parallel degree the most
+    freedom: the largest common divisor with the devices, then the nearest.
+
+    Raises:
+        UserError: The nearest multiple is farther away.
+    """
+    names = _pinned_units(space)
+    unit = math.prod(min(int(value) for value in space.values[name]) for name in names)
+    if batch % unit == 0:
+        return batch, []
+    pins = " and ".join(f"{name}={','.join(map(str, space.values[name]))}" for name in names)
+    told = f"a batch of {batch} sequences is no multiple of {unit}, as pinned by {pins}"
+    below = batch // unit
+    reach = int(MAX_BATCH_CHANGE_RATIO * batch)
+    factors = range(max(1, -(-(batch - reach) // unit)), (batch + reach) // unit + 1)
+    if not factors:
+        legal = [str(factor * unit) for factor in (below, below + 1) if factor]
+        raise UserError(told, hint=f"use --global-batch {' or '.join(legal)}, or pin another value")
+    is_dp_free = names == ["micro_batch_size"]
+    devices = max(space.device_counts) if is_dp_free else 1
+    factor = max(factors, key=lambda factor: (math.gcd(factor, devices), -abs(factor * unit - batch)))
+    return factor * unit, [f"{told}; {factor * unit} are taken"]
+
+
+def _pinned_units(space: PlanSpace) -> list[str]:
+    """Pinned fields whose product, by their smallest values, must divide the batch."""
     pinned = [name for name in BATCH_UNIT if name in space.pinned]
     if "dp" in pinned:
         pinned = [name for name in pinned if name in ("dp", "micro_batch_size")]
-    return math.prod(min(int(value) for value in space.values[name]) for name in pinned)
+    return [name for name in pinned if min(int(value) for value in space.values[name]) > 1]

@@ -164,6 +164,9 @@ def test_the_batch_is_rounded_and_that_is_said(folder: Path, capsys: pytest.Capt
     assert "rounded to 122" in data["notes"][0]
     data = run_json(capsys, "--pin", "dp=8", batch="1M-tokens")
     assert data["global_batch_size"] == 120
+    assert "no multiple of 8, as pinned by dp=8; 120 are taken" in data["notes"][0]
+    data = run_json(capsys, "--pin", "mb=7", "--top", "1", batch="512")
+    assert data["global_batch_size"] == 504, "511 = 7 * 73 would leave no data parallelism"
 
 
 def test_when_nothing_fits_it_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +250,12 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--global-batch", "many"], "must be a whole number", "4Mi"),
         (["--seq-len", "0"], "--seq-len must be 1 or more", "8192"),
         (["--max-memory", "0"], "above zero", "70GiB"),
+        (["--max-memory", "70"], "is 70 bytes", "did you mean 70GiB?"),
+        (["--price", "0"], "--price must be above 0", "--price 2.5"),
+        (["--watts", "-1"], "--watts must be above 0", "--watts 700"),
+        (["--pin", "mb=1000"], "no multiple of 1000, as pinned by micro_batch_size=1000", "--global-batch 1000"),
+        (["--pin", "dp=8,mb=5"], "as pinned by dp=8 and micro_batch_size=5", "--global-batch 40 or 80"),
+        (["--global-batch", "4M"], "3.28e+10 tokens", "did you mean 4M-tokens?"),
         (["--objective", "speedy"], "unknown objective 'speedy'", "speed"),
         (["--objective", "cost"], "needs a price", "--price"),
         (["--software", "fsdb"], "unknown software 'fsdb'", "fsdp"),
