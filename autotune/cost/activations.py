@@ -13,14 +13,11 @@ from typing import Self
 import numpy as np
 
 from autotune.cost.columns import PlanColumns, code
+from autotune.cost.device_columns import ELEMENT_BYTES, FP8
 from autotune.cost.memory_recipe import MemoryRecipe
 from autotune.cost.shapes import ModelShape, Number
 
 NONE, FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("none", "full", "selective", "every_k"))
-FP8 = code("precision", "fp8")
-
-_WIDTHS = np.array([8.0, 4.0, 2.0, 2.0, 2.0])
-"""Bytes of an activation by the code of the precision; fp8 plans keep activations in bf16 between products."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class LayerActivations:
 
 def element_bytes(c: PlanColumns) -> Number:
     """Bytes of an activation."""
-    return _WIDTHS[c.precision]
+    return ELEMENT_BYTES[c.precision]
 
 
 def recomputed_share(c: PlanColumns) -> Number:

@@ -75,13 +75,16 @@ class MemoryFit:
         table = columns(self.runs)
         figures = [software_figures(name) for name in table.software]
         fused = np.array([figure.fused_attention for figure in figures])[table.software_index]
+        imbalance = np.array([figure.imbalance_ratio for figure in figures])[table.software_index]
         overhead = [cluster.figures.overhead_gib if cluster.figures else 0.0 for cluster in table.clusters]
         return memory(
             self.shape,
             table.plans,
             MemoryRecipe.rows(self.recipes(theta), self.index),
             overhead_bytes=np.array(overhead)[table.cluster_index] * GIB,
+            num_states=np.array([2 if run.optimizer == "adamw" else 1 for run in self.runs]),
             fused_attention=fused,
+            imbalance_ratio=imbalance,
         )
 
     def log_bytes(self, theta: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import engine
+from autotune.cost.activations import element_bytes
 from autotune.cost.columns import encode
 from autotune.cost.communication import Communication, LinkColumns, communication
 from autotune.cost.memory import memory_of_ranks
@@ -35,8 +36,6 @@ MEMORY_RECIPE = "paretune_cpu"
 """What the engine keeps where it is dry-run."""
 _COUNTER_BYTES = 64
 """Messages up to so many bytes are counters and norms of the whole step."""
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Of an activation by ``Plan.precision``."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def cross_check(config: RunConfig, trace: RankTrace) -> tuple[CrossCheck, ...]:
     c = encode(plan_table([(plan, batch, length)]), model.num_layers)
     shape = ModelShape.of(model)
     links = LinkColumns.of(parse_cluster(f"h100x8:{-(-plan.world_size // 8)}"))  # bytes depend on no link
-    wire = communication(shape, links, c, element_bytes=_BYTES[plan.precision])
+    wire = communication(shape, links, c, element_bytes=element_bytes(c))
     formula = _sent_bytes(config, wire, trace.pipeline_rank)
     traced = dict.fromkeys(formula, 0.0)
     for use in trace.collectives:
