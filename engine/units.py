@@ -34,7 +34,8 @@ def parse_count(text: str | int | float, *, what: str = "a count") -> int:
     found = _match(text, "|".join(_COUNT_SUFFIX))
     value = found[0] * _COUNT_SUFFIX[found[1]] if found else -1.0
     if value < 0 or value != int(value):
-        raise UserError(f"{what} must be a whole number, got {text!r}", hint="examples: 4096, 2M (10^6), 4Mi (2^20)")
+        kind = "a positive whole number" if str(text).strip().startswith("-") else "a whole number"
+        raise UserError(f"{what} must be {kind}, got {text!r}", hint="examples: 4096, 2M (10^6), 4Mi (2^20)")
     return int(value)
 
 

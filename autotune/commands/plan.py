@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 120
 """Columns of what goes to a file or a pipe, where COLUMNS says nothing."""
-DEFAULT_SOFTWARE, OWN_SOFTWARE = "default", "paretune"
-"""Training stacks of ``software.yaml``: any, and with ``--engine``."""
+DEFAULT_SOFTWARE = "default"
+"""Training stack of ``software.yaml`` that is assumed without ``--engine``."""
 NOTHING_FITS_EXIT_CODE = 1
 
 
@@ -77,6 +77,7 @@ def command(
     more_pins: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="NAME=VALUE")] = None,
 ) -> None:
     """Say which parallel layout is best, why, and what would help, from the cost model: no GPU needed."""
+    from autotune.cost.software import OWN_ENGINE
     from autotune.search.question import ask, read_count, read_model
     from autotune.search.solve import solve
     from autotune.specs.cluster import parse_cluster
@@ -92,7 +93,7 @@ def command(
         precision=precision,
         max_memory=max_memory,
         objectives=tuple(objective or ("speed",)),
-        software=software or (OWN_SOFTWARE if engine else DEFAULT_SOFTWARE),
+        software=software or (OWN_ENGINE if engine else DEFAULT_SOFTWARE),
         engine_only=engine,
     )
     rival = None if compare is None else _read_rival(compare)
@@ -149,7 +150,14 @@ def _read_rival(path: Path) -> RivalPlan:
     if isinstance(document.data, dict) and "plan" in document.data:
         run, _ = load_run(path)
         return RivalPlan(path.name, run.plan, run.hyperparameters.global_batch_size)
-    return RivalPlan(path.name, parse(Plan, document.data, document=document), None)
+    if isinstance(document.data, dict) and "dp" in document.data:
+        raise UserError(
+            "'dp' is no key of a plan: it is dp_replicate * dp_shard",
+            hint="write dp_shard (sharded as zero_stage says), or dp_replicate for plain replicas",
+            where=document.where(("dp",)),
+        )
+    plan = parse(Plan, document.data, document=document)
+    return RivalPlan(path.name, plan, None, frozenset(Plan.model_fields) - plan.model_fields_set)
 
 
 def _save(answer: Answer, path: Path) -> None:
@@ -176,6 +184,8 @@ def _print(answer: Answer, *, as_json: bool, as_csv: bool) -> None:
         from autotune.commands.plan_data import plans_csv
 
         print(plans_csv(answer), end="")
+        if not answer.plans:
+            print("no plan fits; without --csv the answer says what would help", file=sys.stderr)
     else:
         from rich.console import Console
 

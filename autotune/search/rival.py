@@ -22,6 +22,8 @@ class RivalPlan(NamedTuple):
     plan: Plan
     global_batch_size: int | None
     """Of the run file it comes from; None for a plan file."""
+    left_out: frozenset[str] = frozenset()
+    """Fields that a plan file does not set. Precision is then the question's, others their default."""
 
 
 def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> Rival:
@@ -35,7 +37,8 @@ def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> R
     Raises:
         UserError: The cost model has no figures for its precision on these machines.
     """
-    plan, batch = rival.plan, question.global_batch_size
+    batch = question.global_batch_size
+    plan, notes = _completed(question, rival)
     row = (plan, batch, question.sequence_length)
     table = plan_table([row])
     context = RuleContext(question.model, question.cluster.num_devices)
@@ -44,7 +47,6 @@ def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> R
     for rule in broken:
         message, hint = explain_row(rule, context, table, 0)
         messages.append(f"{message} [{rule}]; {hint}")
-    notes = []
     if rival.global_batch_size not in (None, batch):
         notes.append(f"its run has a batch of {rival.global_batch_size} sequences; it is estimated with {batch}")
     if not broken and plan.world_size < question.cluster.num_devices:
@@ -56,3 +58,24 @@ def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> R
     limit = question.memory_limit_bytes
     found = describe_estimates(question.model, question.cluster, [row], estimates, limit)[0]
     return Rival(rival.source, plan, found, None if best is None else compare(best, found), (), tuple(notes))
+
+
+def _completed(question: Question, rival: RivalPlan) -> tuple[Plan, list[str]]:
+    """The plan with what its file leaves out, and what was said about it."""
+    plan = rival.plan
+    if "precision" in rival.left_out:
+        plan = plan.changed(precision=question.space.values["precision"][0])
+    matters = {
+        "precision": True,
+        "micro_batch_size": True,
+        "recompute": True,
+        "zero_stage": plan.dp_shard * plan.cp > 1,
+        "sequence_parallel": plan.tp > 1,
+        "overlap_tp": plan.tp > 1,
+        "schedule": plan.pp > 1,
+        "virtual_stages": plan.pp > 1,
+    }
+    assumed = [name for name, does in matters.items() if does and name in rival.left_out]
+    data = plan.to_data()
+    told = ", ".join(f"{name}={str(data[name]).lower()}" for name in assumed)
+    return plan, [f"not in its file, so assumed: {told}"] if assumed else []

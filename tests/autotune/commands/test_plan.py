@@ -194,6 +194,15 @@ def test_a_rival_is_told_apart_part_by_part(folder: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "slower" in text.partition("slow.yaml")[2]
     assert "recompute" in text.partition("slow.yaml")[2]
+    (folder / "short.yaml").write_text("{tp: 8, zero_stage: 1}", encoding="utf-8")
+    short = run_json(capsys, "--compare", "short.yaml")["rival"]
+    assert short["plan"]["precision"] == "bf16", "the question's, not the default of a plan"
+    assert short["notes"][0].startswith("not in its file, so assumed: precision=bf16, micro_batch_size=1,")
+    assert "sequence_parallel=false" in short["notes"][0]
+    assert "zero_stage" not in short["notes"][0]
+    (folder / "dp.yaml").write_text("{tp: 4, dp: 2}", encoding="utf-8")
+    assert main(arguments("--compare", "dp.yaml")) == 2
+    assert "write dp_shard" in capsys.readouterr().err
     (folder / "wrong.yaml").write_text("{tp: 3, precision: bf16}", encoding="utf-8")
     wrong = run_json(capsys, "--compare", "wrong.yaml")["rival"]
     assert wrong["estimated"] is None
@@ -248,6 +257,8 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--pin", "pp=8,tp=2"], "is the number of devices (8)", "unpin a degree"),
         (["--pin", "precision=bf16"], "option of its own", "--precision bf16"),
         (["--global-batch", "many"], "must be a whole number", "4Mi"),
+        (["--pin", "tp=-2"], "tp must be a positive whole number", "4096"),
+        (["--seq-len", "-8"], "--seq-len must be a positive whole number", "4096"),
         (["--seq-len", "0"], "--seq-len must be 1 or more", "8192"),
         (["--max-memory", "0"], "above zero", "70GiB"),
         (["--max-memory", "70"], "is 70 bytes", "did you mean 70GiB?"),
