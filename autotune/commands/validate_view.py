@@ -45,7 +45,7 @@ def _summary(table: PublishedRuns) -> list[str]:
     if fitted:
         lines.append(
             f"{fitted} of them are runs that the shipped calibration was fitted to: their errors are in-sample; "
-            "docs/planner.md has those of held-out runs"
+            "docs/accuracy.md has those of held-out runs"
         )
     return lines
 

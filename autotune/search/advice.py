@@ -11,6 +11,7 @@ from autotune.search.answer import Change, Choice, Share
 from autotune.search.changes import Variant, variants
 from autotune.search.estimated import EstimatedPlan
 from autotune.search.neighbourhood import Neighbourhood, explore, space_around
+from autotune.search.plan_objectives import SPEED_OBJECTIVES
 from autotune.search.words import RESOURCES
 from engine.plan import Plan
 
@@ -83,7 +84,8 @@ def measured(variant: Variant, found: Neighbourhood | None, before: Neighbourhoo
         return Change(variant.id, words, plan, 0.0, False)
     best = before.plan(best_row)
     gain = float(before.costs[best_row] / found.costs[row]) - 1
-    if plan.plan.world_size != best.plan.world_size:
+    ranks_speed = found.question.objectives[0] in SPEED_OBJECTIVES
+    if ranks_speed and plan.plan.world_size != best.plan.world_size:
         each = (1 + gain) * best.plan.world_size / plan.plan.world_size - 1
         words += f": {each * 100:+.1f}% a device".replace("-", "−")
     return Change(variant.id, words, plan, gain, _same_choices(plan.plan, best.plan))

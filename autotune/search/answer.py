@@ -69,7 +69,8 @@ class Rung:
     plan: EstimatedPlan | None
     """The best plan with what is allowed so far; the one nearest to fitting where none fits; None if none is legal."""
     gain_ratio: float | None
-    """Tokens per second more than on the last rung that fits; None where this or every rung before does not fit."""
+    """Tokens per second more than on the last rung that fits (or what the first objective gains); None where this or
+    every rung before does not fit."""
     reason: str
     """Why there is no plan that fits; empty where there is."""
 

@@ -120,7 +120,7 @@ def machine_variants(question: Question) -> Iterator[Variant]:
     """More memory, more devices."""
     cluster = question.cluster
     yield memory_variant(question, 2 * question.memory_limit_bytes)
-    if "devices" not in question.space.pinned:
+    if "devices" not in question.space.pinned and cluster.device != "cpu":  # one machine has the cores that it has
         twice = cluster.changed(num_nodes=2 * cluster.num_nodes)
         words = f"twice the devices ({twice.num_devices}), the same batch"
         changed = _legal(question, cluster=twice)
@@ -131,19 +131,19 @@ def machine_variants(question: Question) -> Iterator[Variant]:
 def memory_variant(question: Question, limit_bytes: int) -> Variant:
     """Another memory of each device."""
     ratio = limit_bytes / question.memory_limit_bytes
-    times = "twice the memory" if ratio == 2 else "memory"
-    words = (
-        f"{times} of {format_bytes(limit_bytes)} a device"
-        if ratio != 2
-        else f"twice the memory ({format_bytes(limit_bytes)} a device)"
+    size = f"{format_bytes(limit_bytes)} a device"
+    name, words = (
+        ("memory_x2", f"twice the memory ({size})") if ratio == 2 else (f"memory_{limit_bytes}", f"memory of {size}")
     )
     cluster = question.cluster.changed(memory_bytes=max(limit_bytes, question.cluster.memory_bytes))
     changed = question.changed(cluster=cluster, memory_limit_bytes=limit_bytes)
-    return Variant(f"memory_{limit_bytes}" if ratio != 2 else "memory_x2", words, "memory", changed, factor=ratio)
+    return Variant(name, words, "memory", changed, factor=ratio)
 
 
 def offload_variants(question: Question) -> Iterator[Variant]:
     """States, then all there is, kept in host memory."""
+    if question.cluster.device == "cpu":
+        return  # its memory is the host's
     kinds = [("optimizer", "optimizer states"), ("parameters", "parameters"), ("activations", "activations")]
     pins: tuple[str, ...] = question.pins
     told: list[str] = []
@@ -175,15 +175,22 @@ def batch_variants(question: Question) -> Iterator[Variant]:
 
 
 def precision_variants(question: Question) -> Iterator[Variant]:
-    """fp8, where the device has it and it was not asked for."""
+    """fp8, where the device has it and it was not asked for; bf16 on a CPU that was measured to be faster in it."""
     figures, given = question.cluster.figures, question.space.values["precision"]
-    if figures is None or "fp8" not in figures.matmul or not {"bf16", "fp16"}.issuperset(given):
+    if figures is None:
         return
-    pins = (*(pin for pin in question.pins if not pin.startswith("precision=")), "precision=fp8")
+    rates = {name: figure.tflops for name, figure in figures.matmul.items()}
+    if "fp8" in rates and {"bf16", "fp16"}.issuperset(given):
+        other = "fp8"
+    elif question.cluster.measured and given == ("fp32",) and rates.get("bf16", 0.0) > rates.get("fp32", 0.0):
+        other = "bf16"
+    else:
+        return
+    pins = (*(pin for pin in question.pins if not pin.startswith("precision=")), f"precision={other}")
     changed = _legal(question, pins=pins)
     if changed is not None:
-        words = "matrix products in fp8 (it changes numerics)"
-        yield Variant("precision_fp8", words, "space", changed, ("precision",))
+        words = f"matrix products in {other} (it changes numerics)"
+        yield Variant(f"precision_{other}", words, "space", changed, ("precision",))
 
 
 def pin_variants(question: Question) -> Iterator[Variant]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune.cost.estimate import EstimateTable, Method
+from autotune.search.plan_objectives import SPEED_OBJECTIVES, PlanObjective
 from autotune.specs.cluster import ClusterSpec
 from engine.flops import recomputed_flops_per_token, training_flops_per_token
 from engine.plan import Plan
@@ -88,6 +89,14 @@ class EstimatedPlan:
     def seconds_per_token(self) -> float:
         """Step time over the batch: comparable between batches."""
         return self.step_seconds.value / self.batch_tokens
+
+    def cost(self, objective: PlanObjective) -> float:
+        """What an objective makes as small as it can; of prices that are unknown, what they are multiplied with."""
+        if objective == "memory":
+            return self.memory_bytes.value
+        if objective == "devices":
+            return self.plan.world_size
+        return self.seconds_per_token * (1 if objective in SPEED_OBJECTIVES else self.plan.world_size)
 
 
 def describe_estimates(

@@ -87,7 +87,8 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         else:
             found, closest, rule = best_of(replace(question, space=space))
         if found is not None:
-            gain = last.seconds_per_token / found.seconds_per_token - 1 if last is not None else None
+            ranking = question.objectives[0]
+            gain = last.cost(ranking) / found.cost(ranking) - 1 if last is not None else None
             rungs.append(Rung(step.id, step.words, found, gain, ""))
             last = found
         elif closest is not None:

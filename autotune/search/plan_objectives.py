@@ -14,6 +14,9 @@ from engine.errors import UserError
 
 PlanObjective = Literal["step_time", "speed", "memory", "devices", "cost", "energy"]
 
+SPEED_OBJECTIVES: tuple[PlanObjective, ...] = ("speed", "step_time")
+"""Those that a faster step serves, whatever devices it takes."""
+
 DISCARDED_BITS = 20
 """Last bits of a cost that are rounded away, so that noise in them (2e-10, relative) does not tell equals apart."""
 

@@ -14,6 +14,7 @@ from typing import Literal, Self
 import numpy as np
 
 from autotune.cost.estimate import EstimateTable, estimate
+from autotune.cost.software import OWN_ENGINE
 from autotune.search import pareto
 from autotune.space.enumerate import Enumeration
 from autotune.space.objectives import Objective, ObjectiveName
@@ -24,8 +25,6 @@ from engine.errors import UserError
 from engine.plan import PlanTable, plan_table
 from engine.units import format_bytes
 
-SOFTWARE = "paretune"
-"""Trials run on our own engine."""
 CHUNK = 100_000
 """Plans estimated at once."""
 MAX_RANK = 8
@@ -133,7 +132,7 @@ def _predict_all(space: Space, table: PlanTable) -> tuple[dict[ObjectiveName, Pr
 def _predict(
     space: Space, table: PlanTable, optimizer: Literal["adamw", "sgd"]
 ) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
-    estimates = estimate(space.model, space.cluster, table, software=SOFTWARE, optimizer=optimizer)
+    estimates = estimate(space.model, space.cluster, table, software=OWN_ENGINE, optimizer=optimizer)
     tokens = table["global_batch_size"] * table["sequence_length"]
     predicted: dict[ObjectiveName, Predicted] = {
         "speed": Predicted(

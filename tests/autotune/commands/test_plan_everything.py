@@ -1,8 +1,9 @@
-"""Every model of the reference data planned on six kinds of devices and four sizes: no crash, plausible, explained."""
+"""Every model of the reference data planned on six kinds of devices: no crash, plausible, explained."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ PINS = (
     "dp_replicate=1", "cp=1", "schedule=interleaved_1f1b,1f1b", "virtual_stages=1,2", "layers_per_stage=even",
     "micro_batch_size=1", "rank_order=tp-cp-dp-pp", "zero_stage=1,3", "recompute=none,full", "overlap_tp=true",
 )  # fmt: skip
-"""A narrow space: the benchmark of the same name searches the whole one."""
+"""A narrow space: the benchmark of the same name searches a larger one."""
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,14 @@ def everything(repo_root: Path) -> ModuleType:
 def test_every_model_on_every_machine(everything: ModuleType, shared_data: Path) -> None:
     models = [load_model(path) for path in sorted((shared_data / "model_configs").glob("*.json"))]
     assert len(models) >= 10
-    found = list(everything.cases(models, everything.DEVICES, everything.NUM_DEVICES, PINS, advise=False))
+    # Every other size in turns; the benchmark takes all of them.
+    found = [
+        case
+        for (i, model), (j, kind) in itertools.product(enumerate(models), enumerate(everything.DEVICES))
+        for case in everything.cases([model], [kind], everything.NUM_DEVICES[(i + j) % 2 :: 2], PINS, advise=False)
+    ]
     assert {case.name: everything.faults(case) for case in found if everything.faults(case)} == {}
     kinds = Counter(case.kind for case in found)
-    assert len(found) == len(models) * 24
+    assert len(found) == len(models) * 12
     assert kinds["planned"] > 0.7 * len(found)
     assert kinds["refused"] == 0

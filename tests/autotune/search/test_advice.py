@@ -179,6 +179,17 @@ def test_the_ladder_leads_to_the_best_plan(answer: Answer) -> None:
     assert {"context_parallel", "rank_order"}.isdisjoint(rung.id for rung in answer.ladder)  # pinned: no freedom
 
 
+def test_gains_are_those_of_the_first_objective() -> None:
+    """The fewer devices, the less energy: the best plan is a slow one, which no word of the answer calls a loss."""
+    found = solve(question("h100x8:1", objectives=("energy",)), top=3, ladder=True)
+    assert found.plans[0].plan.world_size < 8
+    assert all(rung.gain_ratio is None or rung.gain_ratio > -1e-9 for rung in found.ladder)
+    assert all("a device" not in change.words.partition(": ")[2] for change in found.changes)
+    last = found.ladder[-1].plan
+    assert last is not None
+    assert last.kwh_per_billion_tokens == found.plans[0].kwh_per_billion_tokens
+
+
 def test_rungs_that_do_not_fit_say_so() -> None:
     asked = question(max_memory="24GiB")
     rungs = climb(asked, None, best_of)
