@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 120
 """Columns of what goes to a file or a pipe, where COLUMNS says nothing."""
 DEFAULT_SOFTWARE = "default"
-"""Training stack of ``software.yaml`` that is assumed without ``--engine``."""
+"""Training stack of ``software.yaml`` that is assumed without ``--engine``; for CPUs our engine is, without it too."""
 NOTHING_FITS_EXIT_CODE = 1
 
 
@@ -67,7 +67,9 @@ def command(
     ] = None,
     software: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Training stack assumed, such as fsdp. [default: a recent Megatron]"),
+        typer.Option(
+            metavar="NAME", help="Training stack assumed, such as fsdp. [default: a recent Megatron; on CPUs, our own]"
+        ),
     ] = None,
     engine: Annotated[bool, typer.Option("--engine", help="Only plans that our own engine runs.")] = False,
     time: Annotated[str | None, typer.Option(metavar="DURATION", help="End the search after so long: 30s, 2m.")] = None,
@@ -84,16 +86,17 @@ def command(
 
     if as_json and as_csv:
         raise UserError("--json and --csv exclude each other", hint="--json has all of it, --csv the plans")
+    machines = _priced(parse_cluster(cluster), price, watts)
     question = ask(
         model=read_model(model),
-        cluster=_priced(parse_cluster(cluster), price, watts),
+        cluster=machines,
         sequence_length=read_count(seq_len, "--seq-len"),
         global_batch=global_batch,
         pins=[*(pin or ()), *(more_pins or ())],
         precision=precision,
         max_memory=max_memory,
         objectives=tuple(objective or ("speed",)),
-        software=software or (OWN_ENGINE if engine else DEFAULT_SOFTWARE),
+        software=software or (OWN_ENGINE if engine or machines.device == "cpu" else DEFAULT_SOFTWARE),
         engine_only=engine,
     )
     rival = None if compare is None else _read_rival(compare)

@@ -76,6 +76,8 @@ def _whole_gib(size: float) -> int:
 
 def _more_nodes(question: Question) -> Iterator[Variant]:
     cluster = question.cluster
+    if cluster.device == "cpu":
+        return  # one machine has the cores that it has
     for factor in MORE_NODES:
         larger = cluster.changed(num_nodes=cluster.num_nodes * factor)
         try:

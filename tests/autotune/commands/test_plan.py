@@ -184,6 +184,28 @@ def test_when_nothing_fits_it_says_what_would(folder: Path, capsys: pytest.Captu
     assert any(fix["id"].startswith("memory") for fix in data["misfit"]["fixes"])
 
 
+def test_a_cpu_is_offered_what_it_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = DENSE.changed(name="small", num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64,
+                          ffn_size=704, vocab_size=4096)  # fmt: skip
+    (folder / "small.yaml").write_text(dump_yaml(small.to_data()), encoding="utf-8")
+    measured = parse_cluster("cpu:1").to_data() | {"measured": {
+        "started": "2026-01-01T00:00:00Z", "host": "h", "device_name": "c", "versions": {}, "seconds": 1,
+        "is_quick": False, "busy_cpus": 0, "noise_ratio": 0,
+    }}  # fmt: skip
+    measured["figures"]["matmul"] |= {"bf16": {"tflops": 1.0}, "fp32": {"tflops": 0.2}}
+    (folder / "cpu.yaml").write_text(dump_yaml(measured), encoding="utf-8")
+    data = run_json(capsys, model="small.yaml", cluster="cpu.yaml", batch="8")
+    assert data["software"] == "paretune"
+    changes = {change["id"] for change in data["changes"]}
+    assert "precision_bf16" in changes
+    assert "devices_x2" not in changes
+    data = run_json(capsys, "--max-memory", "50MiB", model="small.yaml", cluster="cpu.yaml", batch="8", code=1)
+    told = str([fix["id"] for fix in data["misfit"]["fixes"]]) + str(data["misfit"]["tried"])
+    assert "host memory" not in told
+    assert "offload" not in told
+    assert "devices" not in told
+
+
 def test_a_rival_is_told_apart_part_by_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = run_json(capsys, "--save", "best.yaml")["plans"][0]["plan"]
     assert read_yaml("best.yaml").data == best
