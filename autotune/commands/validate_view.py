@@ -56,7 +56,7 @@ def _errors(console: Console, title: str, accuracy: Accuracy, key: str) -> None:
     if not names:
         return
     table = Table(title=f"errors by {title}", title_justify="left", show_edge=False)
-    table.add_column(title, no_wrap=True, min_width=30 if key == "by_family" else None)
+    table.add_column(title, overflow="fold", min_width=20 if key == "by_family" else None)
     for name in ("runs", "time %", "90th %", "bias %", "memory runs", "memory %"):
         table.add_column(name, justify="right")
     for name in names:

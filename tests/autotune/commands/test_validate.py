@@ -61,9 +61,17 @@ def test_a_users_own_runs_as_json(capsys: pytest.CaptureFixture[str], own: Path)
         assert row["assumptions"]
 
 
+def test_the_manual_has_every_key(capsys: pytest.CaptureFixture[str], own: Path, repo_root: Path) -> None:
+    found = validated(capsys, own)
+    manual = (repo_root / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    for key in (*found, *found["predictions"][0]):
+        assert f"`{key.removeprefix('family_mean_')}`" in manual, key
+
+
 def test_a_users_own_runs_as_tables(capsys: pytest.CaptureFixture[str], own: Path) -> None:
     assert main(["validate", str(own)]) == 0
     text = capsys.readouterr().out
+    assert "…" not in text
     assert "3 runs compared, 0 skipped" in text
     assert "ranking is not judged" in text
     assert "the catalogue's llama-3-8b" in text
