@@ -31,6 +31,7 @@ from autotune.cost.software import software_figures
 from autotune.search.answer import Answer, Change, Choice, Counts, Misfit, Rival, Rung
 from autotune.search.compare import Comparison
 from autotune.search.estimated import MFU_CONVENTION, EstimatedPlan, Figure
+from autotune.search.plan_space import PlanSpace
 from autotune.search.words import (
     CHOICE_NAMES,
     MEMORY_NAMES,
@@ -47,6 +48,8 @@ from engine.units import GIB, format_bytes, format_count
 MOST_RULES = 6
 """Rules named with their counts; the rest is summed."""
 MOST_CHANGES = 6
+LEAST_MEMORY_BYTES = 2**20
+"""Differences of memory that are told."""
 GAIN_WORDS = {"speed": "tokens/s", "step_time": "tokens/s"}
 COST_WORDS = {"speed": "step time", "step_time": "step time"} | {
     name: name for name in ("memory", "devices", "cost", "energy")
@@ -126,8 +129,7 @@ def header(answer: Answer) -> RenderableType:
         lines.append(("limit", f"{format_bytes(question.memory_limit_bytes)} of each device"))
     if question.pins:
         lines.append(("pinned", ", ".join(choice_words(name, values) for name, values in question.pinned.items())))
-    stack = software_figures(question.software).title
-    lines.append(("stack", f"{stack} ({question.software}), AdamW"))
+    lines.append(("stack", stack_text(question.software, question.space)))
     lines.append(("searched", counts_text(answer.counts)))
     if answer.counts.removed:
         lines.append(("rules", removed_text(answer.counts)))
@@ -139,6 +141,13 @@ def header(answer: Answer) -> RenderableType:
     for note in answer.notes:
         table.add_row("note", Text(note, style="yellow"))
     return table
+
+
+def stack_text(software: str, space: PlanSpace) -> str:
+    """The training stack, with the pipeline schedules that are searched."""
+    figures = software_figures(software)
+    schedules = "no pipelines" if space.values["pp"] == (1,) else ", ".join(map(value_words, space.values["schedule"]))
+    return f"{figures.title} ({software}), AdamW; {schedules}"
 
 
 def counts_text(counts: Counts) -> str:
@@ -304,11 +313,14 @@ def binding_lines(answer: Answer) -> list[str]:
 
 def runner_up_lines(comparison: Comparison) -> list[str]:
     """Why the second plan loses, by part and by choice."""
-    lines = [f"It {_slower(comparison)}: {parts_text(comparison)}."]
+    lines = [f"It is {_slower(comparison)}: {parts_text(comparison)}."]
     if comparison.is_tie:
         lines.append("That is less than the estimate can tell.")
-    more = "more" if comparison.memory_bytes >= 0 else "less"
-    lines.append(f"It needs {format_bytes(abs(comparison.memory_bytes))} {more} memory.")
+    if abs(comparison.memory_bytes) < LEAST_MEMORY_BYTES:
+        lines.append("It needs as much memory.")
+    else:
+        more = "more" if comparison.memory_bytes > 0 else "less"
+        lines.append(f"It needs {format_bytes(abs(comparison.memory_bytes))} {more} memory.")
     if comparison.choices:
         lines.append(f"It differs in {choices_text(comparison)}.")
     return lines
@@ -455,7 +467,7 @@ def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
     if rival.comparison is None:
         return
     comparison, best = rival.comparison, answer.plans[0]
-    yield indented(f"It {_slower(comparison)} than plan 1: {parts_text(comparison)}.")
+    yield indented(f"Beside plan 1 it is {_slower(comparison)}: {parts_text(comparison)}.")
     if comparison.choices:
         yield indented(f"It differs in {choices_text(comparison)}.")
     table = plain_table(header=True)
@@ -480,4 +492,5 @@ def rival_parts(answer: Answer, rival: Rival) -> Iterable[RenderableType]:
 
 def _slower(comparison: Comparison) -> str:
     word = "slower" if comparison.seconds >= 0 else "faster"
-    return f"is {percent(abs(comparison.ratio))} {word} ({signed_seconds(comparison.seconds)})"
+    much = f"{1 + comparison.ratio:.3g} times" if comparison.ratio >= 1 else percent(abs(comparison.ratio))
+    return f"{much} {word} ({signed_seconds(comparison.seconds)})"

@@ -81,4 +81,6 @@ def _short(value: float) -> str:
 
 
 def _word(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -38,6 +38,9 @@ from engine.schema import parse
 REDUNDANT = "redundant"
 """Counted for combinations that differ from another one only in a value that has no effect."""
 
+EVEN_STAGES = "stack.even_stages"
+"""Counted for combinations whose stages have numbers of layers that the training stack can't be given."""
+
 _CONDITIONS = {
     name.removeprefix("plan."): text for name, text in IMPLICIT_CONDITIONS.items() if name.startswith("plan.")
 } | {
@@ -265,6 +268,10 @@ class Expander:
             index, columns = index[keep], {key: column[keep] for key, column in columns.items()}
             bound.add(name)
             index, columns = self._filter(index, columns, bound, rules, counts, remaining)
+            if name == "layers_per_stage" and self.space.even_stages:
+                even = _has_even_stages(columns, self.context.model.num_layers)
+                counts.add(EVEN_STAGES, int(np.count_nonzero(~even)) * remaining)
+                index, columns = index[even], {key: column[even] for key, column in columns.items()}
         kind, classes = self._classes(columns, rules, counts)
         some = np.array([len(rows) > 0 for rows in classes], dtype=bool)[kind] if len(classes) else kind > 0
         columns, index, kind = {key: column[some] for key, column in columns.items()}, index[some], kind[some]
@@ -460,6 +467,15 @@ def stage_layers(split: np.ndarray, num_layers: int, columns: Mapping[str, np.nd
         "last_stage_layers": np.where(light, ends, last),
         "largest_stage_layers": np.where(light, largest_middle, largest),
     }
+
+
+def _has_even_stages(columns: Columns, num_layers: int) -> np.ndarray:
+    """``[n]`` bools: all stages between the first and the last have as many layers as the largest one."""
+    layers = stage_layers(columns["layers_per_stage"], num_layers, columns)
+    stages = columns["pp"] * columns["virtual_stages"]
+    filled = layers["first_stage_layers"] + layers["last_stage_layers"] + (stages - 2) * layers["largest_stage_layers"]
+    even: np.ndarray = (stages == 1) | (filled == num_layers)
+    return even
 
 
 def plan_at(columns: PlanColumns, row: int, num_layers: int) -> tuple[Plan, int, int]:

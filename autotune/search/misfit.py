@@ -10,7 +10,7 @@ import numpy as np
 from autotune.cost.parts import MEMORY_PARTS
 from autotune.search.advice import measured
 from autotune.search.answer import Change, Misfit
-from autotune.search.blocks import Counts
+from autotune.search.blocks import EVEN_STAGES, Counts
 from autotune.search.changes import Variant, memory_variant, offload_variants, pin_variants
 from autotune.search.estimated import EstimatedPlan
 from autotune.search.neighbourhood import explore, space_around
@@ -118,17 +118,27 @@ def refuse_empty_space(question: Question, counts: Counts) -> NoReturn:
     flags = violations(context, table, question.space.scopes)
     broken = np.sum(list(flags.values()), axis=0)
     row = int(np.argmin(broken))
+    if not broken[row] and EVEN_STAGES in counts.removed:
+        layers = question.model.num_layers
+        raise UserError(
+            f"no plan is legal{_pinned(question)}: the stack {question.software} gives all stages but the first and the"
+            f" last equally many layers, which {layers} layers in the stages that are left can't be given",
+            hint="pin other values of pp and virtual_stages, or layers_per_stage=even,light_ends to allow any",
+        )
     rules = [rule for rule, wrong in flags.items() if wrong[row]]
     texts = [explain_row(rule, context, table, row) for rule in rules]
     removed = ", ".join(f"{rule} {count:,}" for rule, count in sorted(counts.removed.items(), key=lambda i: -i[1]))
-    pinned = f" with {', '.join(question.pins)}" if question.pins else ""
     number = f"{len(rules)} rule{'s' if len(rules) != 1 else ''}"
     messages = "; ".join(f"{message} [{rule}]" for rule, (message, _) in zip(rules, texts, strict=True))
     raise UserError(
-        f"no plan is legal{pinned}. The nearest one breaks {number}: {messages}."
+        f"no plan is legal{_pinned(question)}. The nearest one breaks {number}: {messages}."
         f" Of {counts.combinations:,} combinations rules removed: {removed}",
         hint="; ".join(dict.fromkeys(hint for _, hint in texts)),
     )
+
+
+def _pinned(question: Question) -> str:
+    return f" with {', '.join(question.pins)}" if question.pins else ""
 
 
 def _sample(question: Question) -> dict[str, np.ndarray]:

@@ -7,12 +7,13 @@ import functools
 import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.cost.columns import WORD_FIELDS, words_of
 from autotune.specs.cluster import ClusterSpec
+from autotune.specs.figures import SoftwareFigures
 from engine.errors import UserError
 from engine.rule import Scope, divisors
 from engine.spec import ModelSpec
@@ -65,6 +66,8 @@ class PlanSpace:
     """Fields whose values were given."""
     scopes: tuple[Scope, ...] = ("universal",)
     """Rules of these scopes remove plans."""
+    even_stages: bool = False
+    """Whether all stages between the first and the last must have equally many layers (``SoftwareFigures``)."""
 
     @functools.cached_property
     def codes(self) -> dict[str, np.ndarray]:
@@ -101,7 +104,8 @@ class PlanSpace:
     def changed(self, **values: Sequence[Value]) -> PlanSpace:
         """The space with other values of some fields (``device_counts`` included)."""
         counts = tuple(int(v) for v in values.pop("device_counts", self.device_counts))
-        return PlanSpace(counts, self.values | {k: tuple(v) for k, v in values.items()}, self.pinned, self.scopes)
+        changed = self.values | {name: tuple(allowed) for name, allowed in values.items()}
+        return replace(self, device_counts=counts, values=changed)
 
     def fixed(self, name: str) -> Value | None:
         """The one value of a field, None where there are several."""
@@ -129,6 +133,7 @@ def plan_space(
     pins: Sequence[str] = (),
     fewer_devices: bool = False,
     scopes: tuple[Scope, ...] = ("universal",),
+    stack: SoftwareFigures | None = None,
 ) -> PlanSpace:
     """The space of a model on its machines.
 
@@ -140,6 +145,7 @@ def plan_space(
         pins: ``field=value`` or ``field=value,value`` texts; they replace the values that a field has by default.
         fewer_devices: Whether plans may leave devices idle (for the objectives devices, cost and energy).
         scopes: Rules that remove plans: ``universal`` for any stack, with ``engine`` for what ours builds.
+        stack: The training stack: its pipelines are the ones searched, where none is pinned. None: any.
 
     Raises:
         UserError: A pin that can't be read, an unknown field (with the nearest), a value that is not allowed (with
@@ -153,8 +159,12 @@ def plan_space(
             f"devices={too_many[0]} is pinned, the cluster has {cluster.num_devices}",
             hint=f"allowed are 1 to {cluster.num_devices}",
         )
-    values = _default_values(model, cluster, [int(c) for c in counts], global_batch_sizes, sequence_lengths) | given
-    space = PlanSpace(tuple(int(c) for c in counts), values, frozenset(given), scopes)
+    values = _default_values(model, cluster, [int(c) for c in counts], global_batch_sizes, sequence_lengths)
+    if stack is not None:
+        values |= _pipelines_of(stack, values["schedule"])
+    values |= given
+    even = stack is not None and _needs_even_stages(stack, model) and "layers_per_stage" not in given
+    space = PlanSpace(tuple(int(c) for c in counts), values, frozenset(given), scopes, even)
     _check_degrees(space)
     return space
 
@@ -194,6 +204,17 @@ def _default_values(
         "overlap_pp": (True,),
     }
     return values
+
+
+def _pipelines_of(stack: SoftwareFigures, schedules: Sequence[Value]) -> dict[str, tuple[Value, ...]]:
+    """The values of a pipeline's fields that a stack has, of the schedules worth a search."""
+    run = tuple(schedule for schedule in schedules if schedule in stack.schedules)
+    return {"schedule": run} if run else {"pp": (1,), "schedule": ("1f1b",), "virtual_stages": (1,)}
+
+
+def _needs_even_stages(stack: SoftwareFigures, model: ModelSpec) -> bool:
+    is_odd = model.num_layers % 2 == 1
+    return stack.uneven_stages == "never" or (stack.uneven_stages == "odd_layers" and not is_odd)
 
 
 def _device_counts(cluster: ClusterSpec, fewer: bool) -> tuple[int, ...]:

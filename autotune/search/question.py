@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autotune.cost.software import software_figures
 from autotune.search.plan_objectives import PlanObjective, Prices, check_objectives
 from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, plan_space
 from autotune.specs.cluster import ClusterSpec
@@ -96,8 +97,9 @@ class Question:
         length = sequence_length or self.sequence_length
         texts = tuple(self.pins if pins is None else pins)
         space = self.space
-        before = (self.cluster.num_devices, self.global_batch_size, self.sequence_length, self.pins)
-        if (cluster.num_devices, batch, length, texts) != before:
+        stack = software or self.software
+        before = (self.cluster.num_devices, self.global_batch_size, self.sequence_length, self.pins, self.software)
+        if (cluster.num_devices, batch, length, texts, stack) != before:
             space = plan_space(
                 self.model,
                 cluster,
@@ -106,6 +108,7 @@ class Question:
                 pins=texts,
                 fewer_devices=needs_fewer_devices(self.objectives),
                 scopes=self.space.scopes,
+                stack=software_figures(stack),
             )
         return replace(
             self,
@@ -115,7 +118,7 @@ class Question:
             memory_limit_bytes=memory_limit_bytes or self.memory_limit_bytes,
             space=space,
             pins=texts,
-            software=software or self.software,
+            software=stack,
         )
 
 
@@ -164,6 +167,7 @@ def ask(
             pins=texts,
             fewer_devices=needs_fewer_devices(objectives),
             scopes=("universal", "engine") if engine_only else ("universal",),
+            stack=software_figures(software),
         )
 
     batch = parse_batch(global_batch, sequence_length)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from autotune.cost.replayed import replay_rows
+from autotune.cost.software import software_figures
 from autotune.search.advice import choices, memory_binds, shares, what_would_help
 from autotune.search.answer import Answer, Counts
 from autotune.search.compare import compare
@@ -21,8 +22,9 @@ from autotune.search.neighbourhood import explore, space_around
 from autotune.search.plan_objectives import OBJECTIVES, PlanObjective
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
+from autotune.search.words import value_words
 from engine.errors import UserError
-from engine.plan import plan_table
+from engine.plan import Plan, plan_table
 
 DISTINCT_FIELDS = ("tp", "pp", "cp", "ep", "etp")
 """The plans of an answer differ in one of these: near-twins tell nothing new."""
@@ -31,6 +33,9 @@ NUM_SEEDS = 10
 """Best plans around which it is looked for what would help."""
 SMALL_SPACE = 500_000
 """Combinations up to which estimating all plans takes less time than finding out which of them need none."""
+
+VALIDATED_SCHEDULES = ("1f1b", "interleaved_1f1b")
+"""Schedules of the published runs that estimates are held against."""
 
 ROUGH_FIGURES = "figures of a CPU are rough until 'autotune profile' has measured it; give its file to --cluster"
 """Said of plans for CPU devices of the catalogue."""
@@ -71,7 +76,7 @@ def solve(
         refuse_empty_space(question, result.counts)
     found = ranked_plans(question, result)
     plans = found[:top]
-    notes = question.notes
+    notes = (*question.notes, *(schedule_notes(question, plans[0].plan) if plans else ()))
     if question.cluster.is_rough:
         notes = (*notes, ROUGH_FIGURES)
     if len(question.objectives) > 1 and len(found) > top:
@@ -105,6 +110,18 @@ def solve(
         answer = replace(answer, replays=_replayed(question, plans))
     seconds = time.perf_counter() - started
     return replace(answer, counts=replace(answer.counts, seconds=seconds))
+
+
+def schedule_notes(question: Question, plan: Plan) -> Iterator[str]:
+    """What must be known of a plan's pipeline schedule: that its stack doesn't run it, that nothing measured it."""
+    if plan.pp == 1:
+        return
+    words, stack = value_words(plan.schedule), software_figures(question.software)
+    if plan.schedule not in stack.schedules:
+        runs = "has no pipelines" if not stack.schedules else f"does not run the schedule {words}"
+        yield f"the stack {question.software} {runs}; it is in the answer because it is pinned"
+    if plan.schedule not in VALIDATED_SCHEDULES:
+        yield f"no published run validates estimates of the schedule {words}"
 
 
 def look(

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from engine.plan import Schedule
 from engine.schema import Schema
 from engine.spec import Count, NonNegative, Positive
 
@@ -95,6 +96,12 @@ class SoftwareFigures(Schema):
     """What it is."""
     parent: str | None = None
     """Stack that it grew from or is most like: its factors hold where no measured run says otherwise."""
+    schedules: Annotated[tuple[Schedule, ...], Field(strict=False)] = ("1f1b", "interleaved_1f1b")
+    """Pipeline schedules that it runs; none where it has no pipelines. The planner searches these."""
+    uneven_stages: Literal["never", "odd_layers", "always"] = "odd_layers"
+    """For which models it is searched for pipelines whose stages have unequally many layers; a first and a last stage
+    with fewer are always allowed. ``odd_layers``: where an odd number of layers leaves few other ways (61 layers, for
+    which Megatron-Core has ``--pipeline-model-parallel-layout``)."""
     compute_ratio: Positive = 1.0
     """Time of matrix products relative to the device's figures."""
     attention_ratio: Positive = 1.0

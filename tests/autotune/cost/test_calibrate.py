@@ -163,6 +163,7 @@ def test_fitted_figures_are_read_back_from_the_files(fit: Fit, tmp_path: Path, m
     stacks = read_yaml(files["SOFTWARE_FILE"]).data
     assert set(stacks) == set(software_catalogue())
     assert stacks["torchtitan"]["interval_ratio"] == 0.11
+    assert stacks["torchtitan"]["schedules"] == list(software_catalogue()["torchtitan"].schedules), "not fitted: kept"
     first = next(iter(software_catalogue()))
     assert stacks[first]["host_ratio"] == pytest.approx(np.exp(0.4), rel=0.01)
     assert read_yaml(files["COEFFICIENTS_FILE"]).data["wave_share"] == pytest.approx(0.6)

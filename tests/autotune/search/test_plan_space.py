@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autotune.search.blocks import Expander, Part, plan_at, stage_layers
+from autotune.cost.software import software_catalogue, software_figures
 from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
@@ -144,3 +145,31 @@ def test_light_ends_become_a_list_of_layers() -> None:
     plan, batch, length = plan_at(chunk.plans, 0, model.num_layers)
     assert plan.layers_per_stage == (3, 4, 4, 4, 4, 4, 4, 3)
     assert (batch, length) == (64, 4096)
+
+
+def test_pipelines_are_those_of_the_stack() -> None:
+    megatron, sharded = software_figures("default"), software_figures("fsdp")
+    assert space_of(stack=megatron).values["schedule"] == ("1f1b", "interleaved_1f1b")
+    assert space_of(stack=software_figures("deepspeed")).values["schedule"] == ("1f1b",)
+    assert "zbv" in space_of(stack=software_figures("torchtitan")).values["schedule"]
+    assert space_of(stack=sharded).values["pp"] == (1,)
+    pinned = space_of("schedule=zbv", "pp=2", stack=sharded).values
+    assert (pinned["schedule"], pinned["pp"]) == (("zbv",), (2,)), "what is pinned is honoured"
+    assert set(software_catalogue()["paretune"].schedules) >= set(space_of().values["schedule"])
+
+
+@pytest.mark.parametrize(("stack", "num_layers", "stages"), [
+    ("default", 10, {1, 2, 4}),  # with lighter ends 2 3 3 2
+    ("default", 9, {1, 2, 4, 8}),
+    ("megatron-2024", 9, {1, 2}),  # 5 4
+    ("torchtitan", 10, {1, 2, 4, 8}),
+])  # fmt: skip
+def test_stages_have_equally_many_layers_where_the_stack_needs_it(
+    stack: str, num_layers: int, stages: set[int]
+) -> None:
+    model = MODEL.changed(num_layers=num_layers)
+    space = space_of("virtual_stages=1", "schedule=1f1b", "pp=1,2,4,8", model=model, stack=software_figures(stack))
+    expander = Expander(space, RuleContext(model, CLUSTER.num_devices))
+    blocks = [expander.blocks(part) for part in expander.parts()]
+    assert {int(pp) for block in blocks for pp in np.unique(block.outer["pp"])} == stages
+    assert ("stack.even_stages" in blocks[0].counts.removed) == (stages != {1, 2, 4, 8})
