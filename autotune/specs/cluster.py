@@ -20,6 +20,10 @@ from engine.units import GIB, format_bytes
 from engine.yaml_file import read_yaml
 
 CATALOGUE_FILE = Path(__file__).with_name("hardware.yaml")
+MAX_DEVICES_PER_NODE = 1024
+"""More in a node are taken for a slip; the largest fast domains that are sold join a few hundred."""
+MAX_DEVICES = 2**20
+"""More are taken for a slip: the largest machines have a few hundred thousand."""
 
 
 class DeviceEntry(Schema):
@@ -162,17 +166,76 @@ def parse_cluster(text: str) -> ClusterSpec:
     if text == "local":
         return probe_cluster()
     if is_cluster_file(text):
-        document = read_yaml(text)
-        return parse(ClusterSpec, _completed(document.data), document=document)
+        return _from_file(text)
     if text == "cpu" or text.startswith("cpu:"):
         return _parse_cpu(text)
+    counts = re.search(r"(?P<nodes>:.*)$", text)
+    if counts and not counts["nodes"][1:].isdecimal():
+        raise UserError(
+            f"the nodes of a cluster are a whole number of 1 or more, got {text!r}",
+            hint="example: h100x8:64 (64 nodes of 8)",
+        )
     match = re.fullmatch(r"(?P<kind>.+?)(?:x(?P<devices>[0-9]+))?(?::(?P<nodes>[0-9]+))?", text)
     kind = _known_kind(match["kind"] if match else text, text)
     devices = int(match["devices"]) if match and match["devices"] else catalogue()[kind].devices_per_node
     nodes = int(match["nodes"]) if match and match["nodes"] else 1
     if not devices or not nodes:
         raise UserError(f"a cluster needs at least one device, got {text!r}", hint="example: h100x8:64 (64 nodes of 8)")
+    if devices > MAX_DEVICES_PER_NODE:
+        whole = catalogue()[kind].devices_per_node
+        raise UserError(
+            f"{text!r} has {devices} devices in one node; {MAX_DEVICES_PER_NODE} are the most",
+            hint=f"did you mean {kind}x{whole}:{-(-devices // whole)} (nodes of {whole})?",
+        )
+    if devices * nodes > MAX_DEVICES:
+        raise UserError(
+            f"{text!r} has {devices * nodes:,} devices; estimates are for {MAX_DEVICES:,} at most",
+            hint=f"for example {kind}x{devices}:{MAX_DEVICES // devices}",
+        )
     return _catalogue_cluster(f"{kind}x{devices}-{nodes}", kind, devices, nodes)
+
+
+def _from_file(path: str) -> ClusterSpec:
+    """A cluster file, completed from the catalogue.
+
+    Raises:
+        UserError: Not readable, unknown keys, an unknown device without figures, link levels that fit neither
+            each other nor the nodes.
+    """
+    document = read_yaml(path)
+    data = document.data
+    if not isinstance(data, dict) or not {"name", "device_kind", "devices_per_node"} & data.keys():
+        raise UserError(f"{path} is no cluster file", hint="docs/clusters.md shows one; 'autotune profile' writes one")
+    kind = data.get("device_kind")
+    if isinstance(kind, str) and kind not in catalogue() and not {"memory_bytes", "device"} & data.keys():
+        close = difflib.get_close_matches(kind.lower(), _kinds_by_name(), n=1, cutoff=0.5)
+        raise UserError(
+            f"unknown device_kind {kind!r}; known are {', '.join(catalogue())}",
+            hint=(f"did you mean '{_kinds_by_name()[close[0]]}'? " if close else "")
+            + "For another device, state device, memory_bytes, figures and links",
+            where=document.where(("device_kind",)),
+        )
+    spec = parse(ClusterSpec, _completed(data), document=document)
+    if "links" in data:
+        _check_levels(spec, document.where(("links",)))
+    return spec
+
+
+def _check_levels(spec: ClusterSpec, where: str) -> None:
+    """Refuse levels of the network of which one does not consist of whole groups of the one inside it."""
+    sizes = [level.num_devices for level in spec.links]
+    if None in sizes[:-1]:
+        raise UserError("only the last of the links may leave out num_devices", hint="it joins all", where=where)
+    inner = 1
+    for size in (size for size in sizes if size is not None):
+        if size < inner or size % inner or (size % spec.devices_per_node and spec.devices_per_node % size):
+            raise UserError(
+                f"a level of the network joins {size} devices: it must be a multiple of the level inside it ({inner}),"
+                f" and a part or a multiple of the node ({spec.devices_per_node})",
+                hint=f"for the level of a node write num_devices: {spec.devices_per_node}",
+                where=where,
+            )
+        inner = size
 
 
 def _completed(data: Any) -> Any:
@@ -256,15 +319,22 @@ def _links(entry: DeviceEntry, devices_per_node: int) -> tuple[LinkFigures, ...]
     return tuple(level.changed(num_devices=fitted(level.num_devices)) for level in entry.links)
 
 
-def _known_kind(given: str, text: str) -> str:
+def _kinds_by_name() -> dict[str, str]:
+    """Name or alias -> kind, of the catalogue's devices but the CPU."""
     known = {kind: entry for kind, entry in catalogue().items() if entry.device != "cpu"}
-    names = {alias: kind for kind, entry in known.items() for alias in (kind, *entry.aliases)}
+    return {name: kind for kind, entry in known.items() for name in (kind, *entry.aliases)}
+
+
+def _known_kind(given: str, text: str) -> str:
+    names = _kinds_by_name()
     if given.lower() in names:
         return names[given.lower()]
+    if Path(text).is_file():
+        raise UserError(f"{text} is a file, but no cluster file: those end in .yaml", hint="docs/clusters.md shows one")
     words = ["local", "cpu", *names]
     close = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
     raise UserError(
-        f"unknown device {given!r} in the cluster {text!r}; known are {', '.join(known)}",
+        f"unknown device {given!r} in the cluster {text!r}; known are {', '.join(dict.fromkeys(names.values()))}",
         hint=(f"did you mean '{close[0]}'? " if close else "")
         + "A cluster is local, cpu:2, h100x8:64 (64 nodes of 8), or a YAML file",
     )

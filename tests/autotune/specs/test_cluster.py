@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,10 @@ def test_cpu_devices_share_the_machine(text: str, devices: int, threads: int) ->
         ("tpu:4", "unknown device 'tpu'", "h100x8:64"),
         ("h100x0", "at least one device", "h100x8:64"),
         ("h100x8:0", "at least one device", "h100x8:64"),
+        ("a100x8:-1", "nodes of a cluster are a whole number of 1 or more", "h100x8:64"),
+        ("a100x8:1.5", "nodes of a cluster are a whole number of 1 or more", "h100x8:64"),
+        ("a100x9000", "9000 devices in one node", "a100x8:1125"),
+        ("h100x8:1000000", "8,000,000 devices", "h100x8:131072"),
         ("cpu:0", "from 1 to this machine's 8 CPUs, got 'cpu:0'", "cpu:4"),
         ("cpu:9", "from 1 to this machine's 8 CPUs, got 'cpu:9'", "cpu:4"),
         ("cpu:two", "from 1 to this machine's 8 CPUs, got 'cpu:two'", "cpu:4"),
@@ -231,6 +236,38 @@ def test_a_cluster_file_needs_only_what_differs_from_the_catalogue(tmp_path: Pat
     spec = parse_cluster(str(path))
     assert [level.gb_per_second for level in spec.links] == [365, 12]
     assert (spec.figures, spec.dollars_per_device_hour) == (usual.figures, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"links": [{"num_devices": 7}, {}]}, "joins 7 devices", "num_devices: 8"),
+        ({"links": [{"num_devices": 4}, {"num_devices": 8}, {"num_devices": 12}, {}]}, "joins 12 devices", "8"),
+        ({"links": [{}, {"num_devices": 8}]}, "only the last", "joins all"),
+        ({"device_kind": "h101"}, "unknown device_kind 'h101'", "did you mean 'h100'?"),
+    ],
+)
+def test_a_cluster_file_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str, hint: str) -> None:
+    path = tmp_path / "mine.yaml"
+    level = {"gb_per_second": 100, "latency_us": 1}
+    if "links" in changes:
+        changes = {"links": [level | link for link in changes["links"]]}
+    mine = {"name": "mine", "device_kind": "h100", "devices_per_node": 8, "num_nodes": 3}
+    path.write_text(dump_yaml(mine | changes), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        parse_cluster(str(path))
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+    assert "mine.yaml:" in str(caught.value.where)
+
+
+def test_a_file_that_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v7.csv").write_text("id,tp\n1,2\n", encoding="utf-8")
+    (tmp_path / "plan.yaml").write_text("tp: 2\n", encoding="utf-8")
+    for name in ("v7.csv", "plan.yaml"):
+        with pytest.raises(UserError, match="no cluster file"):
+            parse_cluster(name)
 
 
 def test_a_cluster_file_of_before_is_still_read(tmp_path: Path) -> None:
