@@ -177,6 +177,7 @@ def main() -> int:
     ]
     write_json(RESULT, {
         "title": "Every model on every kind of machine",
+        "arguments": ["FOLDER"],
         "setup": "2 cores shared with other work; held: " + (", ".join(pins) or "nothing"),
         "lines": lines,
         "kinds": dict(kinds),

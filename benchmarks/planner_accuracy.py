@@ -63,6 +63,7 @@ def main() -> None:
         RESULT,
         {
             "title": "Step times of published runs that the fit never saw",
+            "arguments": ["RUNS.csv"],
             "setup": f"{len(runs)} runs of {len(names)} source families, {NUM_FOLDS} folds of (family, model, device); "
             f"{seconds:.0f} CPU seconds on {os.cpu_count()} cores ({platform.machine()})",
             "lines": [*lines(figures), "", *by_family(figures), "", *worst(runs, np.exp(predictions["folds"]))],

@@ -65,6 +65,7 @@ def main() -> None:
         RESULT,
         {
             "title": "Memory of published runs that the fit never saw",
+            "arguments": ["RUNS.csv"],
             "setup": f"{len(runs)} runs of {len(set(families))} source families with known memory, "
             f"{len({run.fold for run in runs})} folds of (family, model, device); "
             f"{time.process_time() - started:.0f} CPU seconds on {os.cpu_count()} cores ({platform.machine()})",

@@ -65,7 +65,8 @@ def main() -> int:
         f" were measured in the order told; of the ties {figures['ties_right_ratio'] * 100:.0f} % (a coin gives 50 %).",
     ]
     write_json(RESULT, {
-        "title": "Ties of the planner", "setup": "published runs, each with its own stack's figures", "lines": lines,
+        "title": "Ties of the planner", "arguments": ["RUNS.csv"],
+        "setup": "published runs, each with its own stack's figures", "lines": lines,
     } | figures)  # fmt: skip
     print("\n".join(lines))
     return 0

@@ -55,13 +55,10 @@ def results_page() -> str:
         "# Results",
         "",
         "Generated from `benchmarks/results/`; each figure comes from the script named with it.",
-        "",
     ]
     for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        lines += [f"## {result['title']}", "", f"`python benchmarks/{path.stem}.py`, {result['setup']}", ""]
-        lines += [*result["lines"], ""]
-    return "\n".join(lines)
+        lines += ["", *_section(path, "##")]
+    return "\n".join([*lines, ""])
 
 
 def accuracy_page() -> str:
@@ -70,16 +67,15 @@ def accuracy_page() -> str:
     _, after = rest.split("<!-- end -->", 1)
     lines = [before + " written by docs/generate.py -->"]
     for name in ("planner_accuracy", "planner_memory"):
-        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        lines += [
-            "",
-            f"### {result['title']}",
-            "",
-            f"`python benchmarks/{name}.py`, {result['setup']}",
-            "",
-            *result["lines"],
-        ]
+        lines += ["", *_section(RESULTS / f"{name}.json", "###")]
     return "\n".join([*lines, "", "<!-- end -->"]) + after
+
+
+def _section(path: Path, heading: str) -> list[str]:
+    """One result file: its title, how it was made, and its lines."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    command = " ".join(["python", f"benchmarks/{path.stem}.py", *result.get("arguments", [])])
+    return [f"{heading} {result['title']}", "", f"`{command}`, {result['setup']}", "", *result["lines"]]
 
 
 def devices_page() -> str:
