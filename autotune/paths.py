@@ -20,6 +20,17 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_writable_file(path: Path, option: str) -> None:
+    """A file that an option names can be written: neither a folder, nor in one that doesn't exist.
+
+    Raises:
+        UserError: One of these.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        wrong = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        raise UserError(f"{path} {wrong}", hint=f"choose another {option}")
+
+
 def study_folder(runs: Path, name: str) -> Path:
     """``runs/studies/<study>``."""
     return runs / "studies" / check_name(name, "study")

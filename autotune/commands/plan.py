@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autotune.paths import check_writable_file
 from engine.errors import UserError
 from engine.units import GIB, parse_duration
 
@@ -99,6 +100,8 @@ def command(
         software=software or (OWN_ENGINE if engine or machines.device == "cpu" else DEFAULT_SOFTWARE),
         engine_only=engine,
     )
+    if save is not None:
+        check_writable_file(save, "--save")
     rival = None if compare is None else _read_rival(compare)
     seconds = None if time is None else parse_duration(time)
     with _progress() as told:

@@ -74,13 +74,12 @@ def check_output(output: Path) -> None:
     Raises:
         UserError: It has another ending, its folder doesn't exist, or it is a folder.
     """
+    from autotune.paths import check_writable_file
     from engine.errors import UserError
 
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(f"a cluster file ends in .yaml, got {output}", hint=f"use {output.with_suffix('.yaml')}")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        wrong = "is a folder" if output.is_dir() else "lies in a folder that does not exist"
-        raise UserError(f"{output} {wrong}", hint="choose another --output")
+    check_writable_file(output, "--output")
 
 
 def check_local(text: str, cluster: ClusterSpec) -> None:

@@ -294,6 +294,7 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--software", "fsdb"], "unknown software 'fsdb'", "fsdp"),
         (["--precision", "fp4"], "precision can't be 'fp4'", "allowed are"),
         (["--time", "soon"], "a duration above zero", "10m"),
+        (["--save", "nowhere/best.yaml"], "lies in a folder that does not exist", "another --save"),
         (["--json", "--csv"], "exclude each other", "--json has all"),
         (["--compare", "nowhere.yaml"], "file not found", "check the path"),
     ],
