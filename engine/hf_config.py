@@ -71,6 +71,13 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
 """Keys that change nothing at these values."""
 
 
+_BY_HAND = (
+    "write a decoder-only model by hand, as YAML with num_layers, hidden_size, num_heads, num_kv_heads, head_dim,"
+    " ffn_size and vocab_size: docs/run_file.md lists all keys under 'model'"
+)
+"""Hint where a configuration can't be read."""
+
+
 class _Keys:
     """A foreign configuration, and which of its keys were used."""
 
@@ -174,6 +181,12 @@ def load_model(path: str | Path) -> ModelSpec:
         document = parse_yaml(text, str(path))
         data = document.data
     if not isinstance(data, dict) or not {"model_type", "architectures"} & data.keys():
+        if isinstance(data, dict) and not {"num_layers", "num_heads"} & data.keys():
+            raise UserError(
+                "no model: neither a Hugging Face config.json (no 'model_type') nor a model by hand (no 'num_layers')",
+                hint=f"add model_type ({', '.join(_READERS)}), or {_BY_HAND}",
+                where=str(path),
+            )
         try:
             return parse(ModelSpec, data, document=document)
         except UserError as error:
@@ -208,7 +221,7 @@ def _family(data: dict[str, Any], source: str) -> str:
         close = difflib.get_close_matches(str(given), _READERS, n=1)
         raise UserError(
             f"unknown model_type {given!r}; allowed are {', '.join(_READERS)}",
-            hint=f"did you mean '{close[0]}'?" if close else "write the architecture by hand as a ModelSpec",
+            hint=f"did you mean '{close[0]}'?" if close else _BY_HAND,
             where=source,
         )
     return given

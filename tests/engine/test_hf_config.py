@@ -236,6 +236,22 @@ def test_a_bad_model_file_is_told_with_its_place(tmp_path: Path, name: str, text
     assert name in str(caught.value.where)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"a": 1}, "neither a Hugging Face config.json (no 'model_type')"),
+        ({key: value for key, value in TINY["llama"].items() if key != "model_type"}, "no 'model_type'"),
+        ({"model_type": "bert", "hidden_size": 8}, "unknown model_type 'bert'"),
+    ],
+)
+def test_what_is_no_model_points_to_how_one_is_written(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_model(tmp_path / "config.json")
+    assert message in caught.value.message
+    assert "docs/run_file.md" in str(caught.value.hint)
+
+
 def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json in the folder"):
         load_model(tmp_path)
