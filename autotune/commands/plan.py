@@ -96,7 +96,7 @@ def command(
         pins=[*(pin or ()), *(more_pins or ())],
         precision=precision,
         max_memory=max_memory,
-        objectives=tuple(objective or ("speed",)),
+        objectives=[name.strip() for given in objective or ("speed",) for name in given.split(",")],
         software=software or (OWN_ENGINE if engine or machines.device == "cpu" else DEFAULT_SOFTWARE),
         engine_only=engine,
     )

@@ -247,6 +247,7 @@ def test_a_run_file_is_a_model_and_a_rival(folder: Path, capsys: pytest.CaptureF
 
 def test_several_objectives_give_their_front(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = run_json(capsys, "--objective", "speed", "--objective", "memory", "--top", "1000")
+    assert run_json(capsys, "--objective", "speed,memory", "--top", "1000")["plans"] == data["plans"]
     points = [(plan["step_seconds"]["value"], plan["memory_bytes"]["value"]) for plan in data["plans"]]
     assert len(points) > 2
     assert points == sorted(points)
