@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.search.blocks import Expander, Part, plan_at, stage_layers
-from autotune.cost.software import software_catalogue, software_figures
 from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
+from engine.plan import Plan, Schedule, plan_table
 from engine.rule import RuleContext
+from engine.rules import violations
 from engine.spec import ModelSpec, MoESpec
 
 pytestmark = pytest.mark.unit
@@ -155,7 +157,14 @@ def test_pipelines_are_those_of_the_stack() -> None:
     assert space_of(stack=sharded).values["pp"] == (1,)
     pinned = space_of("schedule=zbv", "pp=2", stack=sharded).values
     assert (pinned["schedule"], pinned["pp"]) == (("zbv",), (2,)), "what is pinned is honoured"
-    assert set(software_catalogue()["paretune"].schedules) >= set(space_of().values["schedule"])
+
+
+def test_our_engines_schedules_are_those_that_its_rules_allow() -> None:
+    schedules = get_args(Schedule)
+    table = plan_table([(Plan(pp=2, dp_shard=16, schedule=schedule), 64, 4096) for schedule in schedules])
+    refused = violations(RuleContext(MODEL, 32), table, ("engine",))["engine.schedule"]
+    legal = {schedule for schedule, wrong in zip(schedules, refused, strict=True) if not wrong}
+    assert set(software_figures(OWN_ENGINE).schedules) == legal
 
 
 @pytest.mark.parametrize(("stack", "num_layers", "stages"), [
