@@ -15,12 +15,16 @@ from autotune.cost.run_estimates import RunEstimates
 
 MAX_REASONS = 12
 """Lines of reasons for skipping, and of assumptions, that are printed."""
+MAX_NAMES = 4
+"""Rows that are named with a reason."""
+FAR_OFF_FACTOR = 50
+"""A measured time so many times above or below the estimate is taken for a slip in the table."""
 
 
 def show(table: PublishedRuns, estimates: RunEstimates, accuracy: Accuracy, num_worst: int) -> None:
     """Print tables of errors, ranking, the memory gate, the worst rows, what was skipped and what was assumed."""
     console = Console()
-    _say(console, *_summary(table))
+    _say(console, *_summary(table, accuracy), *_far_off(table, estimates), "")
     for title, key in (
         ("source", "by_family"), ("device", "by_device"), ("size", "by_size"), ("model family", "by_model")
     ):  # fmt: skip
@@ -29,7 +33,7 @@ def show(table: PublishedRuns, estimates: RunEstimates, accuracy: Accuracy, num_
     _gate(console, accuracy)
     if num_worst:
         _worst(console, table, estimates, num_worst)
-    _reasons(console, "skipped", Counter(row.reason for row in table.skipped))
+    _skipped(console, table)
     _reasons(console, "assumed", Counter(text for run in table.runs for text in run.assumptions))
     if table.unknown_columns:
         _say(console, f"columns not read: {', '.join(table.unknown_columns)}")
@@ -39,15 +43,34 @@ def _say(console: Console, *lines: str) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _summary(table: PublishedRuns) -> list[str]:
+def _summary(table: PublishedRuns, accuracy: Accuracy) -> list[str]:
     runs, fitted = len(table.runs), num_fitted(table.runs)
-    lines = [f"{runs} runs compared, {len(table.skipped)} skipped"]
+    times, memories = accuracy.time.overall.num_rows, accuracy.memory.overall.num_rows
+    lines = [f"{runs} runs estimated, {len(table.skipped)} skipped; compared: {times} times, {memories} of memory"]
     if fitted:
         lines.append(
             f"{fitted} of them are runs that the shipped calibration was fitted to: their errors are in-sample; "
             "docs/accuracy.md has those of held-out runs"
         )
     return lines
+
+
+def _far_off(table: PublishedRuns, estimates: RunEstimates) -> list[str]:
+    """A warning of measured times so far from the estimate that their unit must be wrong."""
+    measured = np.array([run.step_seconds if run.timed else np.nan for run in table.runs], dtype=np.float64)
+    ratios = np.abs(np.log(measured / estimates.step_seconds))
+    names = [table.runs[index].id for index in np.flatnonzero(ratios > np.log(FAR_OFF_FACTOR))]
+    if not names:
+        return []
+    return [
+        f"warning: {len(names)} measured times are over {FAR_OFF_FACTOR} times off the estimate; is their unit seconds"
+        f" a step? {_first(names)}"
+    ]
+
+
+def _first(names: list[str]) -> str:
+    """The first few names of a list."""
+    return ", ".join(names[:MAX_NAMES]) + (" ..." if len(names) > MAX_NAMES else "")
 
 
 def _errors(console: Console, title: str, accuracy: Accuracy, key: str) -> None:
@@ -158,6 +181,14 @@ def _worst(console: Console, table: PublishedRuns, estimates: RunEstimates, num_
             )  # fmt: skip
         console.print(view)
         console.print()
+
+
+def _skipped(console: Console, table: PublishedRuns) -> None:
+    """Reasons for skipping, each with the rows it was for (by id, or by line where they have none)."""
+    rows: dict[str, list[str]] = {}
+    for row in table.skipped:
+        rows.setdefault(row.reason, []).append(row.id)
+    _reasons(console, "skipped", Counter({f"{reason} ({_first(ids)})": len(ids) for reason, ids in rows.items()}))
 
 
 def _reasons(console: Console, title: str, counts: Counter[str]) -> None:

@@ -72,9 +72,19 @@ def test_a_users_own_runs_as_tables(capsys: pytest.CaptureFixture[str], own: Pat
     assert main(["validate", str(own)]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
-    assert "3 runs compared, 0 skipped" in text
+    assert "3 runs estimated, 0 skipped; compared: 2 times, 0 of memory" in text
+    assert "warning" not in text
     assert "ranking is not judged" in text
     assert "the catalogue's llama-3-8b" in text
+
+
+def test_a_time_in_another_unit_is_warned_of(capsys: pytest.CaptureFixture[str], own: Path) -> None:
+    own.write_text(OWN.replace("15.0", "1e9") + ",LLAMA3-8B,H100,8,2,1,,128,bf16,3\n", encoding="utf-8")
+    assert main(["validate", str(own)]) == 0
+    text = capsys.readouterr().out
+    assert "warning: 1 measured times are over 50 times off" in text
+    assert "seconds a step? b" in text
+    assert "seq_len unknown (line-5)" in text
 
 
 def test_the_stack_can_be_chosen(capsys: pytest.CaptureFixture[str], own: Path) -> None:
@@ -90,7 +100,9 @@ def test_a_table_of_which_nothing_can_be_priced(capsys: pytest.CaptureFixture[st
     assert (found["rows"], found["predictions"], found["time_median_abs_error_pct"]) == (0, [], None)
     assert found["skipped"][0]["id"] == "x"
     assert main(["validate", str(path)]) == 0
-    assert "0 runs compared, 1 skipped" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "0 runs estimated, 1 skipped; compared: 0 times" in text
+    assert "(x)\n" in text.partition("skipped:")[2], "the row is named"
 
 
 def test_a_file_that_is_no_table_ends_in_one_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
