@@ -161,6 +161,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "name": choice.name,
         "value": choice.value,
         "loss_ratio": choice.loss_ratio if choice.plan is not None else None,
+        "looked_at": choice.is_looked_at,
+        "exact": choice.is_exact,
         "best": None if choice.plan is None else plan_data(choice.plan),
     }
 

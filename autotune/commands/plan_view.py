@@ -48,6 +48,8 @@ from engine.units import GIB, format_bytes, format_count
 MOST_RULES = 6
 """Rules named with their counts; the rest is summed."""
 MOST_CHANGES = 6
+LEAST_LOSS_RATIO = 5e-4
+"""Values that lose less are as good as the best."""
 LEAST_MEMORY_BYTES = 2**20
 """Differences of memory that are told."""
 GAIN_WORDS = {"speed": "tokens/s", "step_time": "tokens/s"}
@@ -92,9 +94,10 @@ def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
             is_front = len(answer.question.objectives) > 1
             yield heading("Plan 2 beside plan 1" if is_front else "Why not plan 2")
             yield from (indented(line) for line in runner_up_lines(answer.comparisons[1]))
-    if answer.choices:
+    told = decisive(answer.choices)
+    if told:
         yield ""
-        yield choices_table(answer.choices, COST_WORDS[answer.question.objectives[0]])
+        yield choices_table(told, COST_WORDS[answer.question.objectives[0]])
     if answer.changes and answer.plans:
         yield ""
         gain = GAIN_WORDS.get(answer.question.objectives[0], "gain")
@@ -342,20 +345,35 @@ def choices_text(comparison: Comparison) -> str:
 
 
 def choices_table(choices: Sequence[Choice], cost: str) -> RenderableType:
-    """What it costs to decide otherwise, one line a choice."""
+    """What it costs to decide otherwise, one line a choice that makes a difference."""
     table = plain_table(header=True)
     table.add_column("choice", no_wrap=True)
-    table.add_column(f"{cost} more with the best plan of each value")
+    bound = "" if all(choice.is_exact for choice in choices) else "; ≤: at most, of the plans looked at"
+    table.add_column(f"{cost} more with the best plan of each value{bound}")
     for name in dict.fromkeys(choice.name for choice in choices):
-        cells = [f"{value_words(c.value)}: {_loss(c)}" for c in choices if c.name == name]
+        own = [choice for choice in choices if choice.name == name]
+        cells = [f"{_value_words(c)}: {_loss(c)}" for c in own if c.plan is not None]
+        for told, is_exact in (("none fits", True), ("none found", False)):
+            without = [_value_words(c) for c in own if c.plan is None and c.is_exact == is_exact]
+            cells += [f"{told}: {' '.join(without)}"] if without else []
         table.add_row(CHOICE_NAMES.get(name, name), ", ".join(cells))
     return section("What each choice is worth", table)
 
 
+def decisive(choices: Sequence[Choice]) -> list[Choice]:
+    """Choices of fields of which a value is worse than another."""
+    names = {choice.name for choice in choices if choice.plan is not None and _loss(choice) != "best"}
+    return [choice for choice in choices if choice.name in names]
+
+
+def _value_words(choice: Choice) -> str:
+    return "some layers" if choice.value == "every_k" else value_words(choice.value)
+
+
 def _loss(choice: Choice) -> str:
-    if choice.plan is None:
-        return "none fits"
-    return "best" if abs(choice.loss_ratio) < 5e-4 else f"+{percent(choice.loss_ratio)}"
+    if abs(choice.loss_ratio) < LEAST_LOSS_RATIO:
+        return "best"
+    return f"{'' if choice.is_exact else '≤'}+{percent(choice.loss_ratio)}"
 
 
 # ------------------------------------------------------------------------------------------------------ what would help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,9 +13,13 @@ from autotune.search.changes import Variant, variants
 from autotune.search.estimated import EstimatedPlan
 from autotune.search.neighbourhood import Neighbourhood, explore, space_around
 from autotune.search.plan_objectives import SPEED_OBJECTIVES
+from autotune.search.plan_space import PlanSpace
+from autotune.search.question import Question
 from autotune.search.words import RESOURCES
 from engine.plan import Plan
 
+MOST_FURTHER = 20_000
+"""Combinations that are looked at for the values of a field that plans near the best don't have."""
 LEAST_GAIN_RATIO = 0.005
 """Changes that gain less are not told."""
 EXPLAINED_CHOICES = (
@@ -96,23 +101,53 @@ def _same_choices(one: Plan, other: Plan) -> bool:
     return one.changed(dp_shard=1, dp_replicate=1) == other.changed(dp_shard=1, dp_replicate=1)
 
 
-def choices(around: Neighbourhood) -> tuple[Choice, ...]:
-    """For each field that leaves one, the best plan with each of its values."""
-    row = around.best_row()
+def choices(around: Neighbourhood, explored: PlanSpace, plans: Sequence[Plan]) -> tuple[Choice, ...]:
+    """For each field that leaves one, the best plan with each of its values.
+
+    Args:
+        around: The plans looked at.
+        explored: The space of them. Where it is part of the question's space, losses are upper bounds: a plan that
+            was not looked at may be better.
+        plans: The best plans, best first.
+    """
+    row, space = around.best_row(), around.question.space
     if row is None:
         return ()
+    is_exact = explored.num_combinations == space.num_combinations
     found: list[Choice] = []
     for name in EXPLAINED_CHOICES:
-        column = np.broadcast_to(getattr(around.columns, name), (len(around),))
-        values = np.unique(column)
-        if len(values) < 2:
-            continue
-        for value in values:
-            best = around.best_row(column == value)
-            plan = None if best is None else around.plan(best)
-            loss = 0.0 if best is None else float(around.costs[best] / around.costs[row]) - 1
-            found.append(Choice(name, _word(name, int(value)), plan, loss))
+        seen = _by_value(name, around, around.costs[row], is_exact)
+        others = np.setdiff1d(space.codes[name], explored.codes[name])
+        further = _further_around(around.question, name, others, plans) if len(others) else None
+        seen += _by_value(name, further, around.costs[row], is_exact) if further else []
+        if len(seen) > 1:
+            told = {choice.value for choice in seen}
+            words = [_word(name, int(code)) for code in others]
+            seen += [Choice(name, word, None, 0.0, False, False) for word in words if word not in told]
+            found += sorted(seen, key=lambda choice: (not choice.is_looked_at, space.values[name].index(choice.value)))
     return tuple(found)
+
+
+def _by_value(name: str, looked_at: Neighbourhood, least_cost: float, is_exact: bool) -> list[Choice]:
+    """The best plan with each value of a field."""
+    column = np.broadcast_to(getattr(looked_at.columns, name), (len(looked_at),))
+    found = []
+    for code in np.unique(column):
+        row, word = looked_at.best_row(column == code), _word(name, int(code))
+        if row is None:
+            found.append(Choice(name, word, None, 0.0, is_exact=is_exact))
+        else:
+            loss = float(looked_at.costs[row] / least_cost) - 1
+            found.append(Choice(name, word, looked_at.plan(row), loss, is_exact=is_exact or loss <= 0))
+    return found
+
+
+def _further_around(question: Question, name: str, codes: np.ndarray, plans: Sequence[Plan]) -> Neighbourhood | None:
+    """Plans around the best ones but for a field that has other values; None where none is legal."""
+    values = [value for value, code in zip(question.space.values[name], question.space.codes[name], strict=True)
+              if code in codes]  # fmt: skip
+    other = replace(question, space=question.space.changed(**{name: values}))
+    return explore(other, space_around(other, plans, most=MOST_FURTHER)) if len(other.space.degrees) else None
 
 
 def _word(name: str, value: int) -> int | str | bool:

@@ -82,9 +82,13 @@ class Choice:
     name: str
     value: Any
     plan: EstimatedPlan | None
-    """The best plan with this value; None where none fits."""
+    """The best plan with this value of those looked at; None where none fits, or none was looked at."""
     loss_ratio: float
     """Step time (or the first objective) more than the best plan's, relative."""
+    is_looked_at: bool = True
+    """Whether plans with this value were looked at."""
+    is_exact: bool = True
+    """Whether all plans with this value were; else the loss is at most ``loss_ratio``."""
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,16 @@ def estimated(question: Question, columns: PlanColumns) -> Neighbourhood:
     return Neighbourhood(question, columns, table, costs[:, 0])
 
 
-def space_around(question: Question, plans: Sequence[Plan], free: Collection[str] = ()) -> PlanSpace:
-    """The part of a question's space around some plans, the best first; fields of ``free`` keep all their values."""
+def space_around(
+    question: Question, plans: Sequence[Plan], free: Collection[str] = (), most: int = MOST_COMBINATIONS
+) -> PlanSpace:
+    """The part of a question's space around some plans, the best first; fields of ``free`` keep all their values. A
+    small space is taken whole."""
+    if question.space.num_combinations <= most:
+        return question.space
     for num_seeds, num_widened, is_wide in WIDTHS:
         space = _around(question.space, plans[:num_seeds], num_widened, () if is_wide else SMALL_CHOICES, free)
-        if space.num_combinations <= MOST_COMBINATIONS:
+        if space.num_combinations <= most:
             break
     return space
 

@@ -94,13 +94,14 @@ def solve(
         answer = replace(answer, misfit=misfit)
     elif advise:
         seeds = [plan.plan for plan in found[:NUM_SEEDS]]
-        around = explore(question, space_around(question, seeds))
+        nearby = space_around(question, seeds)
+        around = explore(question, nearby)
         assert around is not None, "the best plan is in its own neighbourhood"
         answer = replace(
             answer,
             memory_binds_ratio=memory_binds(around),
             changes=what_would_help(around, seeds),
-            choices=choices(around),
+            choices=choices(around, nearby, seeds),
         )
     if ladder:
         answer = replace(answer, ladder=climb(question, plans[0] if plans else None, best_of))

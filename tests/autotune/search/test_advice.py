@@ -113,15 +113,35 @@ def test_shares_add_up(answer: Answer) -> None:
 
 
 def test_the_best_plan_is_the_best_of_its_neighbourhood(answer: Answer) -> None:
-    around = explore(answer.question, space_around(answer.question, [plan.plan for plan in answer.plans]))
+    seeds = [plan.plan for plan in answer.plans]
+    nearby = space_around(answer.question, seeds)
+    around = explore(answer.question, nearby)
     assert around is not None
     best = around.best()
     assert best is not None
     assert best.step_seconds.value == pytest.approx(answer.plans[0].step_seconds.value)
-    by_choice = [choice for choice in choices(around) if choice.name == "tp"]
+    by_choice = [choice for choice in choices(around, nearby, seeds) if choice.name == "tp"]
     assert min(choice.loss_ratio for choice in by_choice if choice.plan) == pytest.approx(0)
     promising = around.promising()
     assert promising.best() == best
+
+
+def test_what_a_choice_loses_is_exact_or_an_upper_bound() -> None:
+    asked = question(pins=("layers_per_stage=even", "micro_batch_size=1,2"))
+    answer = solve(asked)
+    checked = [choice for choice in answer.choices if choice.name in ("zero_stage", "tp", "recompute")]
+    assert {choice.is_exact for choice in checked if choice.loss_ratio} == {False}
+    assert {choice.value for choice in checked if choice.name == "zero_stage"} == {1, 2, 3}
+    for choice in checked:
+        if choice.is_looked_at and choice.plan:
+            pinned, _, _ = best_of(asked.changed(pins=[*asked.pins, f"{choice.name}={choice.value}"]))
+            assert pinned is not None
+            loss = pinned.seconds_per_token / answer.plans[0].seconds_per_token - 1
+            assert loss <= choice.loss_ratio + 1e-9
+    small = question(pins=(*PINS, "tp=2", "pp=1", "zero_stage=1,3"))
+    zero = [choice for choice in solve(small, top=1).choices if choice.name == "zero_stage"]
+    assert len(zero) == 2
+    assert all(choice.is_exact for choice in zero)
 
 
 def test_a_gain_is_one_that_the_search_confirms(answer: Answer) -> None:
