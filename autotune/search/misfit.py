@@ -24,6 +24,8 @@ from engine.units import GIB
 
 MORE_NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 SHORTER = (2, 4, 8, 16, 32)
+MOST_TIMES_MEMORY = 64
+"""More memory than so many times what a device has is no advice."""
 NUM_FIXES = 6
 SAMPLED_ROWS = 20_000
 """Combinations among which the one nearest to legal is looked for."""
@@ -61,17 +63,21 @@ def _fixes(question: Question, closest: EstimatedPlan) -> Iterator[Iterator[Vari
     """Kinds of changes, those that cost nothing first; each from its smallest to its largest."""
     for variant in pin_variants(question):
         yield iter([variant])
-    if question.memory_limit_bytes < question.cluster.memory_bytes:
-        yield iter([memory_variant(question, _whole_gib(closest.memory_bytes.high))])
+    is_limited = question.memory_limit_bytes < question.cluster.memory_bytes
+    if is_limited:
+        yield _more_memory(question, closest)
     yield offload_variants(question)
-    if question.memory_limit_bytes == question.cluster.memory_bytes:
-        yield iter([memory_variant(question, _whole_gib(closest.memory_bytes.high))])
+    if not is_limited:
+        yield _more_memory(question, closest)
     yield _more_nodes(question)
     yield _shorter_sequences(question)
 
 
-def _whole_gib(size: float) -> int:
-    return int(-(-size // GIB) * GIB)
+def _more_memory(question: Question, closest: EstimatedPlan) -> Iterator[Variant]:
+    """What the closest plan needs in whole GiB, where a device could have that."""
+    needed = int(-(-closest.memory_bytes.high // GIB) * GIB)
+    if needed <= MOST_TIMES_MEMORY * question.cluster.memory_bytes:
+        yield memory_variant(question, needed)
 
 
 def _more_nodes(question: Question) -> Iterator[Variant]:

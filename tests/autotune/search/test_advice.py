@@ -237,6 +237,12 @@ def test_when_nothing_fits_every_fix_is_verified() -> None:
     assert raised.memory_limit_bytes >= misfit.closest.memory_bytes.high
 
 
+def test_no_memory_is_advised_that_no_device_has() -> None:
+    answer = solve(question("a100x8", batch="8", sequence_length=2**40))
+    assert answer.misfit is not None
+    assert not [fix for fix in answer.misfit.fixes if fix.id.startswith("memory")]
+
+
 def test_rules_that_exclude_every_plan_are_named() -> None:
     with pytest.raises(UserError, match=r"pp 32 \* virtual_stages 1 = 32 stages for 16 layers \[pp.layers\]"):
         solve(question(pins=(*PINS, "pp=32")))
