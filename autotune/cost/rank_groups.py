@@ -15,6 +15,7 @@ import numpy as np
 
 from autotune.cost.columns import PlanColumns, words_of
 from autotune.specs.cluster import ClusterSpec
+from autotune.specs.figures import links_of
 from engine import collective_cost
 from engine.collective_cost import Group, Link, Number
 from engine.errors import UserError
@@ -61,24 +62,7 @@ def _levels(cluster: ClusterSpec) -> tuple[Link, ...]:
             f"the cluster {cluster.name} says nothing of its links",
             hint="add 'links' to its file, run autotune profile on it, or name a device of the catalogue",
         )
-    return tuple(
-        Link(
-            num_devices=np.inf if level.num_devices is None else float(level.num_devices),
-            bandwidth=level.gb_per_second * 1e9,
-            latency=level.latency_us * 1e-6,
-            start=level.start_us * 1e-6,
-            half_bytes=level.half_mb * 1e6,
-            pair_bandwidth=np.inf if level.pair_gb_per_second is None else level.pair_gb_per_second * 1e9,
-            reduction_bandwidth=(level.reduction_gb_per_second or 0.0) * 1e9,
-            reduction_min_devices=float(level.reduction_min_devices),
-            all_gather_ratio=level.all_gather_ratio,
-            reduce_scatter_ratio=level.reduce_scatter_ratio,
-            all_to_all_ratio=level.all_to_all_ratio,
-            send_ratio=level.send_ratio,
-            placed_whole=float(level.num_devices is None or level.num_devices > cluster.devices_per_node),
-        )
-        for level in cluster.links
-    )
+    return links_of(cluster.links, cluster.devices_per_node)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ catalogue, from ``autotune profile`` for this machine.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from engine.collective_cost import Link
 from engine.plan import Schedule
 from engine.schema import Schema
 from engine.spec import Count, NonNegative, Positive
@@ -87,6 +90,33 @@ class LinkFigures(Schema):
     """The same of an all-to-all."""
     send_ratio: Positive = 1.0
     """The same of a send."""
+
+
+def links_of(levels: Sequence[LinkFigures], devices_per_node: int) -> tuple[Link, ...]:
+    """Levels of a network in the form that ``engine.collective_cost`` takes.
+
+    Args:
+        levels: From the closest devices outwards.
+        devices_per_node: Groups within a larger level are placed whole, as those of racks are.
+    """
+    return tuple(
+        Link(
+            num_devices=math.inf if level.num_devices is None else float(level.num_devices),
+            bandwidth=level.gb_per_second * 1e9,
+            latency=level.latency_us * 1e-6,
+            start=level.start_us * 1e-6,
+            half_bytes=level.half_mb * 1e6,
+            pair_bandwidth=math.inf if level.pair_gb_per_second is None else level.pair_gb_per_second * 1e9,
+            reduction_bandwidth=(level.reduction_gb_per_second or 0.0) * 1e9,
+            reduction_min_devices=float(level.reduction_min_devices),
+            all_gather_ratio=level.all_gather_ratio,
+            reduce_scatter_ratio=level.reduce_scatter_ratio,
+            all_to_all_ratio=level.all_to_all_ratio,
+            send_ratio=level.send_ratio,
+            placed_whole=float(level.num_devices is None or level.num_devices > devices_per_node),
+        )
+        for level in levels
+    )
 
 
 class SoftwareFigures(Schema):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.specs.figures import DeviceFigures, LinkFigures, MatmulFigures
+from autotune.specs.figures import DeviceFigures, LinkFigures, MatmulFigures, links_of
 from engine import collective_cost
 from engine.collective_cost import Group, Link
 from engine.errors import UserError
@@ -192,6 +192,7 @@ def fit_link(
     from scipy.optimize import least_squares
 
     measured = np.array([sample.seconds for sample in samples])
+    per_node = (below[0].num_devices if below else num_devices) or world_size
     largest = max(samples, key=lambda sample: sample.bytes)
     smallest = min(samples, key=lambda sample: (sample.bytes, sample.num_ranks))
 
@@ -207,7 +208,7 @@ def fit_link(
         )
 
     def deviations(logs: np.ndarray) -> np.ndarray:
-        links = links_of((*below, figures(logs)))
+        links = links_of((*below, figures(logs)), per_node)
         predicted = np.array([collective_seconds(sample, links, world_size) for sample in samples])
         logs_of_ratio: np.ndarray = np.log(np.maximum(predicted, 1e-12) / measured)
         return logs_of_ratio
@@ -232,21 +233,6 @@ def collective_seconds(sample: CollectiveSample, links: Sequence[Link], world_si
         return float(2 * collective_cost.send(sample.bytes, pair, links))
     formula: Callable[..., object] = getattr(collective_cost, sample.operation)
     return float(formula(float(sample.bytes), group, links))  # type: ignore[arg-type]
-
-
-def links_of(levels: Sequence[LinkFigures]) -> list[Link]:
-    """Levels in the form that ``engine.collective_cost`` takes, without reductions in switches."""
-    return [
-        Link(
-            num_devices=np.inf if level.num_devices is None else float(level.num_devices),
-            bandwidth=level.gb_per_second * 1e9,
-            latency=level.latency_us * 1e-6,
-            start=level.start_us * 1e-6,
-            half_bytes=level.half_mb * 1e6,
-            **{name: getattr(level, name) for name in RATIOS},
-        )
-        for level in levels
-    ]
 
 
 def relative_fit(columns: Iterable[np.ndarray], target: np.ndarray, num_rounds: int = 12) -> tuple[np.ndarray, float]:

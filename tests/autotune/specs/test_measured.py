@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.specs.figures import LinkFigures
+from autotune.specs.figures import LinkFigures, links_of
 from autotune.specs.measured import (
     collective_seconds,
     fit_attention,
     fit_bandwidth,
     fit_link,
     fit_matmul,
-    links_of,
     relative_fit,
 )
 from engine.measurement import AttentionSample, CollectiveSample, MatmulSample, StreamSample
@@ -91,7 +90,11 @@ def collectives(levels: tuple[LinkFigures, ...], groups: list[tuple[int, int]], 
                 sample = CollectiveSample.model_validate(
                     {"operation": operation, "num_ranks": size, "stride": stride, "bytes": num_bytes, "seconds": 1.0}
                 )
-                samples.append(sample.changed(seconds=collective_seconds(sample, links_of(levels), world)))
+                samples.append(
+                    sample.changed(
+                        seconds=collective_seconds(sample, links_of(levels, levels[0].num_devices or world), world)
+                    )
+                )
     return samples
 
 
