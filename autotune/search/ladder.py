@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autotune.search.answer import Rung
@@ -30,6 +30,9 @@ BASE: dict[str, tuple[Value, ...]] = {
     "rank_order": ("tp-cp-dp-pp",),
 }
 """Data parallelism alone, without overlap: what a first script does."""
+ENGINE_BASE: dict[str, tuple[Value, ...]] = BASE | {"zero_stage": (2,), "overlap_dp": (True,), "overlap_pp": (True,)}
+"""The least that this project's engine does: it shards, and overlaps."""
+ENGINE_BASE_WORDS = "data parallel only, ZeRO-2, overlapped"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ STEPS = (
     Step("sequence_parallel", "+ sequence parallel", ("sequence_parallel",)),
     Step("overlap_tp", "+ tensor overlap", ("overlap_tp",)),
     Step("rank_order", "+ rank order", ("rank_order",)),
+    Step("fewer_devices", "+ fewer devices", ("devices",)),
 )
 """The rungs in the order in which a team usually comes by them; each rung's gain depends on what came before it."""
 
@@ -71,16 +75,18 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         best: Its best plan, which the last rung leads to; None where none fits.
         best_of: Searches for a rung.
     """
+    is_engine = "engine" in question.space.scopes
+    base = ENGINE_BASE if is_engine else BASE
     rungs: list[Rung] = []
     free: set[str] = set()
     last: EstimatedPlan | None = None
     for step in STEPS:
-        gained = [name for name in step.fields if question.space.values.get(name) != _held(question.space, name)]
-        if step.fields and not gained:
+        if step.fields and not any(_is_gained(question.space, base, name) for name in step.fields):
             continue  # the space leaves no choice here
+        words = ENGINE_BASE_WORDS if is_engine and not step.fields else step.words
         free |= set(step.fields)
-        space = _restricted(question.space, free)
-        if best is not None and space.values == question.space.values:
+        space = _restricted(question.space, base, free)
+        if best is not None and space == question.space:
             found: EstimatedPlan | None = best
             closest: EstimatedPlan | None = None
             rule = ""
@@ -89,23 +95,37 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         if found is not None:
             ranking = question.objectives[0]
             gain = last.cost(ranking) / found.cost(ranking) - 1 if last is not None else None
-            rungs.append(Rung(step.id, step.words, found, gain, ""))
+            rungs.append(Rung(step.id, words, found, gain, ""))
             last = found
         elif closest is not None:
-            times = closest.memory_bytes.high / closest.memory_limit_bytes
-            rungs.append(Rung(step.id, step.words, closest, None, f"out of memory, {times:.2g} times what there is"))
+            rungs.append(Rung(step.id, words, closest, None, _excess_words(closest)))
         else:
-            rungs.append(Rung(step.id, step.words, None, None, f"no legal plan ({rule})"))
+            rungs.append(Rung(step.id, words, None, None, f"no legal plan ({rule})"))
     return tuple(rungs)
 
 
-def _held(space: PlanSpace, name: str) -> tuple[Value, ...] | None:
+def _excess_words(plan: EstimatedPlan) -> str:
+    times = plan.memory_bytes.value / plan.memory_limit_bytes
+    return f"out of memory, {times:.2g} times what there is" if times > 1 else "out of memory with its margin"
+
+
+def _held(space: PlanSpace, base: Mapping[str, tuple[Value, ...]], name: str) -> tuple[Value, ...] | None:
     """The values of a field before its freedom is gained: the base's, where the user did not pin others."""
     if name in space.pinned or name not in space.values:
         return space.values.get(name)
-    return BASE.get(name, space.values[name])
+    return base.get(name, space.values[name])
 
 
-def _restricted(space: PlanSpace, free: set[str]) -> PlanSpace:
-    held = {name: _held(space, name) for name in BASE if name not in free and name in space.values}
+def _is_gained(space: PlanSpace, base: Mapping[str, tuple[Value, ...]], name: str) -> bool:
+    """Whether a freedom leaves more of the space."""
+    if name == "devices":
+        return len(space.device_counts) > 1 and name not in space.pinned
+    return space.values.get(name) != _held(space, base, name)
+
+
+def _restricted(space: PlanSpace, base: Mapping[str, tuple[Value, ...]], free: set[str]) -> PlanSpace:
+    """What a rung may choose from. Before it may leave devices idle, all are used."""
+    held = {name: _held(space, base, name) for name in base if name not in free and name in space.values}
+    if "devices" not in free and _is_gained(space, base, "devices"):
+        held["device_counts"] = (max(space.device_counts),)
     return space.changed(**{name: values for name, values in held.items() if values is not None})

@@ -221,6 +221,21 @@ def test_rungs_that_do_not_fit_say_so() -> None:
     assert not rungs[-1].reason
 
 
+def test_the_ladder_begins_with_all_devices_and_ends_with_fewer() -> None:
+    rungs = solve(question(objectives=("devices",)), top=1, ladder=True).ladder
+    assert rungs[0].plan is not None
+    assert rungs[0].plan.plan.mesh == "dp32"
+    assert rungs[-1].id == "fewer_devices"
+    assert rungs[-1].plan is not None
+    assert rungs[-1].plan.plan.world_size < 32
+
+
+def test_the_engines_ladder_begins_with_what_it_builds() -> None:
+    rungs = solve(question(pins=(), software="paretune", engine_only=True), top=1, ladder=True).ladder
+    assert "ZeRO-2" in rungs[0].words
+    assert all("no legal plan" not in rung.reason for rung in rungs)
+
+
 def test_when_nothing_fits_every_fix_is_verified() -> None:
     asked = question("h100x8:1", max_memory="6GiB", pins=(*PINS, "zero_stage=1"))
     misfit = solve(asked).misfit
