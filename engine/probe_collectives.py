@@ -107,8 +107,8 @@ def _actions(group: ProcessGroup, num_bytes: int, device: torch.device) -> dict[
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
         "all_to_all": all_to_all,
         "send": exchange,
     }
