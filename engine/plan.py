@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -17,6 +17,10 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
 class Plan(Schema):
     """Parallel degrees, memory and precision settings. world = tp * pp * cp * dp, dp = dp_replicate * dp_shard."""
+
+    KEY_HINTS: ClassVar[Mapping[str, str]] = {
+        "dp": "write dp_shard (sharded as zero_stage says), dp_replicate for plain replicas: dp is their product"
+    }
 
     schema_version: Literal[1] = 1
     """Version of this file format."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,6 +27,9 @@ class Schema(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
     )
+
+    KEY_HINTS: ClassVar[Mapping[str, str]] = {}
+    """Key that people write but the schema lacks -> what to write instead."""
 
     def changed(self, **changes: Any) -> Self:
         """A validated copy with some fields changed (``model_copy`` alone does not validate)."""
@@ -95,8 +98,9 @@ def explain(
         if problem["type"] == "extra_forbidden":
             allowed = _fields_at(schema, problem["loc"][:-1])
             close = _nearest(problem["loc"], schema)
+            known = getattr(_schema_at(schema, problem["loc"][:-1]), "KEY_HINTS", {}).get(problem["loc"][-1])
             messages.append(f"unknown key '{name}'")
-            hints.append(f"did you mean '{close[0]}'?" if close else f"allowed keys: {', '.join(allowed)}")
+            hints.append(known or (f"did you mean '{close[0]}'?" if close else f"allowed keys: {', '.join(allowed)}"))
         elif problem["type"] == "missing":
             messages.append(f"'{name}' is missing")
             hints.append(f"add '{problem['loc'][-1]}'")
@@ -121,12 +125,18 @@ def _nearest(loc: tuple[str | int, ...], schema: type[BaseModel]) -> list[str]:
 
 def _fields_at(schema: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
     """Names of the keys allowed at ``loc`` below ``schema``."""
+    current = _schema_at(schema, loc)
+    return list(current.model_fields) if current else []
+
+
+def _schema_at(schema: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The schema of the mapping at ``loc`` below ``schema``."""
     current: type[BaseModel] | None = schema
     for part in loc:
         if current is None or not isinstance(part, str) or part not in current.model_fields:
             continue
         current = _schema_in(current.model_fields[part].annotation)
-    return list(current.model_fields) if current else []
+    return current
 
 
 def _schema_in(annotation: Any) -> type[BaseModel] | None:

@@ -156,12 +156,6 @@ def _read_rival(path: Path) -> RivalPlan:
     if isinstance(document.data, dict) and "plan" in document.data:
         run, _ = load_run(path)
         return RivalPlan(path.name, run.plan, run.hyperparameters.global_batch_size)
-    if isinstance(document.data, dict) and "dp" in document.data:
-        raise UserError(
-            "'dp' is no key of a plan: it is dp_replicate * dp_shard",
-            hint="write dp_shard (sharded as zero_stage says), or dp_replicate for plain replicas",
-            where=document.where(("dp",)),
-        )
     plan = parse(Plan, document.data, document=document)
     return RivalPlan(path.name, plan, None, frozenset(Plan.model_fields) - plan.model_fields_set)
 

@@ -44,6 +44,7 @@ def test_a_run_file_reads_back_equal(
     ("change", "message", "hint"),
     [
         ({"modl": {}}, "unknown key 'modl'", "did you mean 'model'"),
+        ({"plan": {"dp": 2}}, "unknown key 'plan.dp'", "write dp_shard"),
         ({"plan": {"tpp": 2}}, "unknown key 'plan.tpp'", "did you mean"),
         ({"plan": {"tp": 0}}, "'plan.tp': must be greater than or equal to 1, got 0", ""),
         ({"plan": {"tp": 2**70}}, "'plan.tp': must be less than or equal to 1000000000000000", ""),
