@@ -156,7 +156,7 @@ def ask(
     texts = read_pins(pins)
     if precision is not None:
         texts.append(f"precision={precision}")
-    notes = check_sequence_length(model, sequence_length)
+    notes = [*check_sequence_length(model, sequence_length), *unpriced_parts(model)]
 
     def space_of(batch: int) -> PlanSpace:
         return plan_space(
@@ -292,6 +292,14 @@ def check_sequence_length(model: ModelSpec, sequence_length: int) -> list[str]:
             f"{told}, which are learned", hint=f"use --seq-len {model.max_positions} or less, or raise max_positions"
         )
     return [f"{told}; speed and memory are as estimated, what the model learns of them is another matter"]
+
+
+def unpriced_parts(model: ModelSpec) -> list[str]:
+    """What a model has that estimates leave out."""
+    if not model.num_mtp_layers:
+        return []
+    layers = f"{model.num_mtp_layers} layer{'s' if model.num_mtp_layers > 1 else ''}"
+    return [f"the model's multi-token prediction ({layers}) is not priced: the plan is for training without it"]
 
 
 def read_count(text: str, option: str) -> int:

@@ -99,6 +99,8 @@ def test_plans_in_words() -> None:
     assert layout_words(plan) == "tp8 pp4x2 dp4"
     assert settings(plan)["recompute"] == "recompute 1 layer in 3"
     assert settings(plan)["zero_stage"] == "ZeRO-1"
+    assert settings(Plan(cp=4, zero_stage=2))["zero_stage"] == "ZeRO-2", "shards are spread over context ranks too"
+    assert settings(Plan(cp=4, dp_shard=2, dp_replicate=2, zero_stage=3))["zero_stage"] == "ZeRO-3 over 8"
     assert layout_words(Plan()) == "one device"
     assert "schedule" not in settings(Plan())
 
@@ -264,6 +266,14 @@ def test_rules_that_exclude_every_plan_are_named() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
+
+
+def test_what_is_not_priced_is_said() -> None:
+    assert question().notes == ()
+    asked = ask(
+        model=MODEL.changed(num_mtp_layers=1), cluster=parse_cluster("h100x8"), sequence_length=4096, global_batch="64"
+    )
+    assert "multi-token prediction (1 layer) is not priced" in asked.notes[0]
 
 
 def test_pins_are_read_one_by_one() -> None:
