@@ -113,9 +113,10 @@ def layout_words(plan: Plan) -> str:
 def settings(plan: Plan) -> dict[str, str]:
     """What else makes up a plan, by field: only what has an effect in it."""
     told = {"micro_batch_size": f"micro-batch {plan.micro_batch_size}"}
-    if plan.dp > 1:
-        over = f" over {plan.dp_shard}" if plan.dp_replicate > 1 and plan.dp_shard > 1 else ""
-        stage = plan.zero_stage if plan.dp_shard > 1 else 0
+    if plan.dp * plan.cp > 1:  # context ranks hold the same parameters: shards are spread over them too
+        num_shards = plan.dp_shard * plan.cp
+        over = f" over {num_shards}" if plan.dp_replicate > 1 and num_shards > 1 else ""
+        stage = plan.zero_stage if num_shards > 1 else 0
         told["zero_stage"] = f"ZeRO-{stage}{over}" if stage else "no ZeRO"
     if plan.recompute == "every_k":
         told["recompute"] = f"recompute 1 layer in {plan.recompute_period}"
@@ -132,7 +133,7 @@ def settings(plan: Plan) -> dict[str, str]:
     for part in ("parameters", "optimizer", "activations"):
         ratio = getattr(plan, f"offload_{part}_ratio")
         told[f"offload_{part}_ratio"] = f"{ratio:.0%} of {part} offloaded" if ratio else ""
-    told["overlap_dp"] = "dp not overlapped" if plan.dp > 1 and not plan.overlap_dp else ""
+    told["overlap_dp"] = "dp not overlapped" if plan.dp * plan.cp > 1 and not plan.overlap_dp else ""
     told["overlap_pp"] = "pp not overlapped" if plan.pp > 1 and not plan.overlap_pp else ""
     compression = plan.gradient_compression
     told["gradient_compression"] = f"{compression} gradients" if compression != "none" else ""
