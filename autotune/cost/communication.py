@@ -15,7 +15,7 @@ import numpy as np
 
 from autotune.cost.columns import PlanColumns, words_of
 from autotune.cost.distinct import Columns
-from autotune.cost.parameters import layer_share, vocabulary_share
+from autotune.cost.parameters import candidate_ranks, layer_share, rank_blocks, vocabulary_share
 from autotune.cost.rank_groups import NOTHING, Cost, Groups, LinkColumns
 from autotune.cost.shapes import ModelShape
 from engine.collective_cost import Group, Number
@@ -196,8 +196,8 @@ class _Inputs:
 _LAYOUT = ("tp", "pp", "cp", "dp", "ep", "etp", "rank_order", "vocab_parallel", "element_bytes")
 _PASS_KEY = (*_LAYOUT, "micro_batch_size", "sequence_length", "sequence_parallel")
 _STEP_KEY = (
-    *_LAYOUT, "dp_replicate", "dp_shard", "zero_stage", "virtual_stages", "first_stage_layers", "last_stage_layers",
-    "largest_stage_layers", "gradient_compression",
+    *_LAYOUT, "dp_replicate", "dp_shard", "zero_stage", "schedule", "virtual_stages", "first_stage_layers",
+    "last_stage_layers", "largest_stage_layers", "gradient_compression",
 )  # fmt: skip
 """What the formulas of a pass, and those of a step, depend on."""
 
@@ -384,24 +384,24 @@ class _Held:
     @classmethod
     def of(cls, shape: ModelShape, c: PlanColumns) -> _Held:
         """For a table of plans."""
-        further = c.largest_stage_layers * (c.virtual_stages - 1)
-        vocabulary = vocabulary_share(shape, c)
-        positions = shape.learned_positions * shape.hidden
-        untied = np.asarray(shape.tied) == 0
-        head = np.where(untied | (c.pp > 1), vocabulary, 0.0) + shape.hidden
-        moe_share = shape.num_moe_layers / shape.num_layers
+        blocks = rank_blocks(shape, c, candidate_ranks(shape, c))
         dense, moe, routed = layer_share(shape, c)
-        layer = (1 - moe_share) * dense + moe_share * moe
-        first = (c.first_stage_layers + further) * layer + vocabulary + positions
-        last = (c.last_stage_layers + further) * layer + head
-        layers = np.minimum(c.largest_stage_layers * c.virtual_stages, shape.num_layers)
-        alone = shape.num_layers * layer + vocabulary + positions + head
-        shared = np.where(c.pp == 1, alone, np.maximum(np.maximum(first, last), layers * layer))
-        experts = layers * moe_share * routed
-        by_layer = layers + np.where(c.pp == 1, 2, 1)
+        vocabulary = vocabulary_share(shape, c)
+        # A tied head is the embedding where both are on one rank.
+        head = blocks.has_head * (vocabulary * (1 - shape.tied * blocks.has_embedding) + shape.hidden)
+        ends = blocks.has_embedding * (vocabulary + shape.learned_positions * shape.hidden) + head
+        shared = blocks.dense_layers * dense + blocks.moe_layers * moe + ends
+        experts = blocks.moe_layers * routed
+        by_layer = blocks.dense_layers + blocks.moe_layers + blocks.has_embedding + blocks.has_head
+        fullest = np.argmax(shared + experts, axis=0)[None]
+
+        def of_fullest(ranks: np.ndarray) -> np.ndarray:
+            return np.asarray(np.take_along_axis(ranks, fullest, axis=0)[0])
+
+        shared, experts, by_layer = of_fullest(shared), of_fullest(experts), of_fullest(by_layer)
         buckets = np.ceil((shared + experts) / BUCKET_ELEMENTS)
         messages = np.where(c.zero_stage >= 2, by_layer, np.minimum(by_layer, buckets))
-        return cls(shared, experts, np.where(untied, head, 0.0), messages)
+        return cls(shared, experts, np.where(np.asarray(shape.tied) == 0, of_fullest(head), 0.0), messages)
 
 
 def _shard_passes(c: PlanColumns) -> Number:

@@ -17,8 +17,8 @@ import numpy as np
 from autotune.cost.activations import LayerActivations, element_bytes, layer_activations, recomputed_share
 from autotune.cost.columns import PlanColumns, code, words_of
 from autotune.cost.memory_recipe import MemoryRecipe
-from autotune.cost.parameters import layer_share, vocabulary_share
-from autotune.cost.pipeline import DUALPIPEV, ZBV, in_flight
+from autotune.cost.parameters import RankBlocks, candidate_ranks, layer_share, rank_blocks, vocabulary_share
+from autotune.cost.pipeline import in_flight
 from autotune.cost.shapes import ModelShape, Number
 from engine.units import GIB
 
@@ -52,14 +52,11 @@ class MemoryTable:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What pipeline ranks hold; arrays ``[k, n]`` for ``k`` ranks of ``n`` plans."""
+    """What pipeline ranks hold of ``n`` plans."""
 
-    dense_layers: np.ndarray
-    moe_layers: np.ndarray
-    has_embedding: np.ndarray
-    has_head: np.ndarray
+    blocks: RankBlocks
     in_flight: np.ndarray
-    """Micro-batches whose activations are held at the peak."""
+    """Micro-batches whose activations are held at the peak, ``[k, n]``."""
 
 
 def memory(
@@ -112,17 +109,6 @@ def memory(
     )
 
 
-def candidate_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
-    """Pipeline ranks one of which is the fullest: the first and the last, and the second where a later stage may hold
-    more than the first. ``[k, n]``."""
-    last = np.broadcast_to(np.asarray(c.pp), (len(c),)) - 1
-    first = np.zeros_like(last)
-    grows = (c.largest_stage_layers > c.first_stage_layers) | (np.asarray(shape.num_leading_dense_layers) > 0)
-    if not np.any(grows):
-        return np.stack([first, last])
-    return np.stack([first, np.minimum(1, last), last])
-
-
 def _pick(values: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
     """Of values of several ranks ``[k, n]`` those of the first rank whose mask holds, else of the last. ``[n]``."""
     if np.ndim(values) < 2:
@@ -134,42 +120,15 @@ def _pick(values: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
 
 
 def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShare:
-    """Layers, ends of the model and micro-batches in flight of pipeline ranks.
+    """What pipeline ranks hold.
 
     Args:
         shape: The architecture.
         c: ``n`` plans.
         ranks: ``[k, n]``: pipeline ranks.
     """
-    pp, v = np.asarray(c.pp, dtype=np.float64), np.asarray(c.virtual_stages, dtype=np.float64)
-    vee = ((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (pp > 1)
-    at_start = ranks == 0
-    at_end = np.where(vee, at_start, ranks == pp - 1)
-    stages = pp * v
-    whole = np.floor(shape.num_layers / stages)
-    rest = shape.num_layers - whole * stages
-    most = whole + (rest > 0)
-    even = (c.first_stage_layers == most) & (c.largest_stage_layers == most) & (c.last_stage_layers == whole)
-    # Stages of a rank among the first `rest` ones, which have a layer more: rank, rank + pp ... (V: 2 pp - 1 - rank).
-    more = np.ceil(np.maximum(rest - ranks, 0) / pp)
-    if np.any(vee):
-        more = np.where(vee, (ranks < rest) * 1.0 + (2 * pp - 1 - ranks < rest), more)
-    layers, size = v * whole + more, whole + (ranks < rest)
-    if not np.all(even):
-        inner = (shape.num_layers - c.first_stage_layers - c.last_stage_layers) / np.maximum(stages - 2, 1)
-        inner = np.where(v > 1, inner, c.largest_stage_layers)
-        ends = at_start * 1.0 + at_end
-        uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
-        layers = np.where(even | (pp == 1), layers, uneven)
-        size = np.where(even, size, np.where(at_start, c.first_stage_layers, inner))
-    moe = 0.0 * layers
-    if np.any(shape.num_moe_layers):
-        before = np.where(at_start, 0, c.first_stage_layers + (ranks - 1) * size)
-        leading = np.clip(shape.num_leading_dense_layers - before, 0, np.where(pp == 1, shape.num_layers, size))
-        density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
-        moe = (layers - leading) * density
     held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
-    return RankShare(layers - moe, moe, at_start * 1.0, at_end * 1.0, held)
+    return RankShare(rank_blocks(shape, c, ranks), held)
 
 
 def memory_of_ranks(
@@ -256,8 +215,8 @@ def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:
     """Parameters of embedding, positions and head on a rank; a tied head needs none where the embedding is."""
     table = vocabulary_share(shape, c)
     positions = shape.learned_positions * shape.hidden
-    head = share.has_head * (1 - shape.tied * share.has_embedding)
-    return share.has_embedding * (table + positions) + head * table
+    head = share.blocks.has_head * (1 - shape.tied * share.blocks.has_embedding)
+    return share.blocks.has_embedding * (table + positions) + head * table
 
 
 def _states(
@@ -266,8 +225,8 @@ def _states(
     """The fields of ``_Held`` that come of parameters."""
     dense, moe, experts = layer_share(shape, c)
     ends = _ends(shape, c, share)
-    common = share.dense_layers * dense + share.moe_layers * moe + ends
-    routed = share.moe_layers * experts
+    common = share.blocks.dense_layers * dense + share.blocks.moe_layers * moe + ends
+    routed = share.blocks.moe_layers * experts
     shard = np.asarray(c.dp_shard * c.cp, dtype=np.float64)
     expert_shard = np.maximum(shard * c.tp / (np.asarray(c.ep, dtype=np.float64) * c.etp), 1.0)
     number, sharded = common + routed, common / shard + routed / expert_shard
@@ -311,7 +270,7 @@ def _states(
         "gradients": held(whole + further, split),
         "optimizer": held(*either(first, state)),
         "own": held(*either(first, np.where(further > 0, 0.0, recipe.step_bytes))) + buckets + held(residuals, 0.0),
-        "gathered_for_head": gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.has_head * ends),
+        "gathered_for_head": gathered * (np.where(c.num_micro_batches > 1, layer, 0.0) + share.blocks.has_head * ends),
         "gathered_for_layer": np.asarray(gathered * 2 * layer),
         "reduced": np.where(second & is_sharded & stored_once, (e + gradient) * layer, 0.0),
     }
@@ -322,8 +281,8 @@ def _moving(
 ) -> dict[str, np.ndarray]:
     """The fields of ``_Held`` that come of tokens."""
     tp = np.asarray(c.tp, dtype=np.float64)
-    has_dense, has_moe = share.dense_layers > 0, share.moe_layers > 0
-    saved = share.dense_layers * kinds.dense + share.moe_layers * kinds.moe
+    has_dense, has_moe = share.blocks.dense_layers > 0, share.blocks.moe_layers > 0
+    saved = share.blocks.dense_layers * kinds.dense + share.blocks.moe_layers * kinds.moe
     matrix = shape.hidden * (shape.ffn_matrices - 1) * np.maximum(shape.ffn, shape.shared_ffn) / tp
     backward = np.maximum(has_dense * kinds.dense_backward, has_moe * kinds.moe_backward)
 
@@ -339,13 +298,13 @@ def _moving(
     kept = is_pipelined * recipe.keeps_stage_outputs
     sends = (is_pipelined * buffers + kept * share.in_flight) * kinds.stream
     return {
-        "activations": share.in_flight * saved + share.has_head * kinds.end,
+        "activations": share.in_flight * saved + share.blocks.has_head * kinds.end,
         "later": (share.in_flight - 1) * saved,
         "layer": np.maximum(has_dense * kinds.dense, has_moe * kinds.moe),
         "in_flight": share.in_flight,
-        "logits": share.has_head * (positions * (wide + narrow)),
+        "logits": share.blocks.has_head * (positions * (wide + narrow)),
         "backward": backward + recipe.weight_gradient_bytes * matrix,
-        "sends": sends + share.has_head * (kept * e * positions),
+        "sends": sends + share.blocks.has_head * (kept * e * positions),
     }
 
 

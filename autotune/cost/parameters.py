@@ -1,11 +1,73 @@
-"""Parameters that one rank holds of each kind of block, before any sharding over data-parallel ranks."""
+"""What one rank holds before any sharding over data-parallel ranks: blocks of the model, and parameters of each."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from autotune.cost.columns import PlanColumns
+from autotune.cost.pipeline import DUALPIPEV, ZBV
 from autotune.cost.shapes import ModelShape, Number
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """Blocks of the model that pipeline ranks hold; arrays ``[k, n]`` for ``k`` ranks of ``n`` plans."""
+
+    dense_layers: np.ndarray
+    moe_layers: np.ndarray
+    has_embedding: np.ndarray
+    has_head: np.ndarray
+
+
+def candidate_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
+    """Pipeline ranks one of which is the fullest: the first and the last, and the second where a later stage may hold
+    more than the first. ``[k, n]``."""
+    last = np.broadcast_to(np.asarray(c.pp), (len(c),)) - 1
+    first = np.zeros_like(last)
+    grows = (c.largest_stage_layers > c.first_stage_layers) | (np.asarray(shape.num_leading_dense_layers) > 0)
+    if not np.any(grows):
+        return np.stack([first, last])
+    return np.stack([first, np.minimum(1, last), last])
+
+
+def rank_blocks(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankBlocks:
+    """Layers and ends of the model of pipeline ranks, over all their virtual stages.
+
+    Args:
+        shape: The architecture.
+        c: ``n`` plans.
+        ranks: ``[k, n]``: pipeline ranks.
+    """
+    pp, v = np.asarray(c.pp, dtype=np.float64), np.asarray(c.virtual_stages, dtype=np.float64)
+    vee = ((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (pp > 1)
+    at_start = ranks == 0
+    at_end = np.where(vee, at_start, ranks == pp - 1)
+    stages = pp * v
+    whole = np.floor(shape.num_layers / stages)
+    rest = shape.num_layers - whole * stages
+    most = whole + (rest > 0)
+    even = (c.first_stage_layers == most) & (c.largest_stage_layers == most) & (c.last_stage_layers == whole)
+    # Stages of a rank among the first `rest` ones, which have a layer more: rank, rank + pp ... (V: 2 pp - 1 - rank).
+    more = np.ceil(np.maximum(rest - ranks, 0) / pp)
+    if np.any(vee):
+        more = np.where(vee, (ranks < rest) * 1.0 + (2 * pp - 1 - ranks < rest), more)
+    layers, size = v * whole + more, whole + (ranks < rest)
+    if not np.all(even):
+        inner = (shape.num_layers - c.first_stage_layers - c.last_stage_layers) / np.maximum(stages - 2, 1)
+        inner = np.where(v > 1, inner, c.largest_stage_layers)
+        ends = at_start * 1.0 + at_end
+        uneven = at_start * c.first_stage_layers + at_end * c.last_stage_layers + (v - ends) * inner
+        layers = np.where(even | (pp == 1), layers, uneven)
+        size = np.where(even, size, np.where(at_start, c.first_stage_layers, inner))
+    moe = 0.0 * layers
+    if np.any(shape.num_moe_layers):
+        before = np.where(at_start, 0, c.first_stage_layers + (ranks - 1) * size)
+        leading = np.clip(shape.num_leading_dense_layers - before, 0, np.where(pp == 1, shape.num_layers, size))
+        density = shape.num_moe_layers / np.maximum(shape.num_layers - shape.num_leading_dense_layers, 1)
+        moe = (layers - leading) * density
+    return RankBlocks(layers - moe, moe, at_start * 1.0, at_end * 1.0)
 
 
 def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:

@@ -284,6 +284,23 @@ def test_zero_shards_over_context_ranks_too() -> None:
     assert result.shard_gather_bytes[2] > 0
 
 
+def test_gradients_of_the_fullest_rank_whatever_its_stages() -> None:
+    """Embedding, head and the remainder of the layers lie where the schedule puts them."""
+    model = DENSE.changed(num_layers=30)
+    whole = parameters_per_rank(model, 1)
+    ends = model.vocab_size * model.hidden_size
+    layer = (whole - 2 * ends) / 30
+    plans = (
+        {
+            "virtual_stages": 2,
+            "schedule": "zbv",
+        },  # embedding and head on the first rank, with stages 0 and 7 of 4 and 3 layers
+        {"virtual_stages": 3, "schedule": "interleaved_1f1b"},  # the first 6 of 12 stages have 3 layers, the others 2
+    )
+    sizes = [sent({"pp": 4, "dp_replicate": 2, **plan}, model=model).dp_reduce_bytes[0] / 4 for plan in plans]
+    assert sizes == pytest.approx([7 * layer + 2 * ends, 8 * layer + ends], rel=1e-3)
+
+
 def test_small_gradients_travel_in_buckets_and_sharded_ones_by_layer() -> None:
     small = DENSE.changed(num_layers=30, hidden_size=512, num_heads=8, head_dim=64, ffn_size=1024, vocab_size=1000)
     assert parameter_counts(small).total < 2 * BUCKET_ELEMENTS

@@ -158,8 +158,8 @@ def test_uneven_stages() -> None:
 
 def test_leading_dense_layers_are_the_first_stages() -> None:
     share = rank_share(ModelShape.of(LATENT), columns(LATENT, Plan(pp=2)), np.array([[0], [1]]))
-    np.testing.assert_allclose(share.dense_layers[:, 0], [3, 0])
-    np.testing.assert_allclose(share.moe_layers[:, 0], [3, 6])
+    np.testing.assert_allclose(share.blocks.dense_layers[:, 0], [3, 0])
+    np.testing.assert_allclose(share.blocks.moe_layers[:, 0], [3, 6])
 
 
 def test_zero_shards_states_then_gradients_then_parameters() -> None:
