@@ -53,6 +53,9 @@ LEAST_LOSS_RATIO = 5e-4
 LEAST_MEMORY_BYTES = 2**20
 """Differences of memory that are told."""
 GAIN_WORDS = {"speed": "tokens/s", "step_time": "tokens/s"}
+"""Objective -> what is gained more of."""
+LESS_WORDS = {"memory": "less memory", "devices": "fewer devices", "cost": "less cost", "energy": "less energy"}
+"""Objective -> what is gained by having less."""
 COST_WORDS = {"speed": "step time", "step_time": "step time"} | {
     name: name for name in ("memory", "devices", "cost", "energy")
 }
@@ -100,11 +103,11 @@ def answer_parts(answer: Answer, width: int) -> Iterable[RenderableType]:
         yield choices_table(told, COST_WORDS[answer.question.objectives[0]])
     if answer.changes and answer.plans:
         yield ""
-        gain = GAIN_WORDS.get(answer.question.objectives[0], "gain")
-        yield changes_table("What would help most", answer.changes[:MOST_CHANGES], answer.plans[0], gain)
+        first = answer.question.objectives[0]
+        yield changes_table("What would help most", answer.changes[:MOST_CHANGES], answer.plans[0], first)
     if answer.ladder:
         yield ""
-        yield ladder_table(answer.ladder)
+        yield ladder_table(answer.ladder, answer.question.objectives[0])
     if answer.rival is not None:
         yield ""
         yield from rival_parts(answer, answer.rival)
@@ -212,7 +215,7 @@ def _columns(answer: Answer) -> dict[str, Callable[[int, EstimatedPlan], Text]]:
     """Heading -> the cell of a plan."""
     first, objectives = answer.plans[0], answer.question.objectives
     unit, scale = time_unit(first.step_seconds.value)
-    digits = decimals(first.step_seconds.value * scale)
+    digits = decimals(min(plan.step_seconds.value for plan in answer.plans) * scale)
 
     def seconds(value: float) -> str:
         return f"{value * scale:.{digits}f}"
@@ -306,8 +309,9 @@ def binding_lines(answer: Answer) -> list[str]:
     first, *others = [f"{share.resource} {share.ratio * 100:.0f}%" for share in shares]
     lines = [f"{first[0].upper()}{first[1:]} of the step{'; then ' + ', '.join(others) if others else ''}."]
     if answer.memory_binds_ratio is not None:
-        gain, first = percent(answer.memory_binds_ratio), answer.question.objectives[0]
-        what = "more tokens per second" if first in GAIN_WORDS else f"better {first}"
+        first = answer.question.objectives[0]
+        gain = gain_text(answer.memory_binds_ratio, first).lstrip("+")
+        what = LESS_WORDS.get(first, "more tokens per second")
         lines.append(f"Memory binds: with as much as one likes, {gain} {what}.")
     else:
         lines.append("Memory does not bind: more of it would gain nothing.")
@@ -380,10 +384,11 @@ def _loss(choice: Choice) -> str:
 
 
 def changes_table(
-    title: str, changes: Sequence[Change], best: EstimatedPlan | None, gain_name: str = "tokens/s"
+    title: str, changes: Sequence[Change], best: EstimatedPlan | None, objective: str = "speed"
 ) -> RenderableType:
-    """Single changes with their gain and the plan they lead to."""
+    """Single changes with what the first objective gains, and the plan they lead to."""
     table = plain_table(header=True)
+    gain_name = LESS_WORDS.get(objective, GAIN_WORDS["speed"]) if best is not None else GAIN_WORDS["speed"]
     for name in ("change", gain_name, "step", "best plan then"):
         is_number = name in (gain_name, "step")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
@@ -392,7 +397,9 @@ def changes_table(
             table.add_row(change.words, "", "", "nothing fits")
             continue
         gain = (
-            signed_percent(change.gain_ratio) if best is not None else format_count(change.plan.tokens_per_second.value)
+            gain_text(change.gain_ratio, objective)
+            if best is not None
+            else format_count(change.plan.tokens_per_second.value)
         )
         then = "the same"
         if not change.keeps_plan:
@@ -407,10 +414,15 @@ def _least_settings(plan: EstimatedPlan, best: EstimatedPlan | None) -> dict[str
     return shared_settings([plan.plan, best.plan]) if best is not None else {}
 
 
-def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
+def gain_text(ratio: float, objective: str) -> str:
+    """What an objective gains: more tokens per second, or less of what the objective counts."""
+    return percent(ratio / (1 + ratio)) if objective in LESS_WORDS else signed_percent(ratio)
+
+
+def ladder_table(ladder: Sequence[Rung], objective: str = "speed") -> RenderableType:
     """From data parallelism alone to the best plan."""
     table = plain_table(header=True)
-    for name in ("allowed so far", "step", "gain", "memory GiB", "best plan"):
+    for name in ("allowed so far", "step", LESS_WORDS.get(objective, "gain"), "memory GiB", "best plan"):
         left = name in ("allowed so far", "best plan")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left)
     for rungs, is_idle in _grouped(ladder):
@@ -421,7 +433,7 @@ def ladder_table(ladder: Sequence[Rung]) -> RenderableType:
             table.add_row(words, "", Text("none", style="dim"), "", Text("the same", style="dim"))
         else:
             step = "-" if rung.reason else seconds_text(rung.plan.step_seconds.value)
-            gain = "" if rung.gain_ratio is None else signed_percent(rung.gain_ratio)
+            gain = "" if rung.gain_ratio is None else gain_text(rung.gain_ratio, objective)
             memory = Text(f"{rung.plan.memory_bytes.value / GIB:.1f}", style="red" if rung.reason else "")
             plan = layout_words(rung.plan.plan) + (f" ({rung.reason})" if rung.reason else "")
             table.add_row(words, step, gain, memory, Text(plan, style="dim"))

@@ -75,12 +75,14 @@ def solve(
             raise UserError("the search ended before it found a plan", hint="give it more --time, or pin some choices")
         refuse_empty_space(question, result.counts)
     found = ranked_plans(question, result)
-    plans = found[:top]
+    is_front = len(question.objectives) > 1
+    plans = spread(found, top, question.objectives) if is_front else found[:top]
     notes = (*question.notes, *(schedule_notes(question, plans[0].plan) if plans else ()))
     if question.cluster.is_rough:
         notes = (*notes, ROUGH_FIGURES)
-    if len(question.objectives) > 1 and len(found) > top:
-        notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top)")
+    if is_front and len(found) > top:
+        told = "the best by each objective, the knee, and some evenly between"
+        notes = (*notes, f"the front has {len(found)} plans, {top} are shown (--top): {told}")
     answer = Answer(
         question=question,
         counts=counts,
@@ -165,6 +167,24 @@ def ranked_plans(question: Question, result: SearchResult) -> tuple[EstimatedPla
     values = result.front.values[:, result.objectives.index(first)]
     order = np.argsort(-values if OBJECTIVES[first].direction == "maximize" else values, kind="stable")
     return tuple(plans[row] for row in order)
+
+
+def spread(
+    front: Sequence[EstimatedPlan], number: int, objectives: Sequence[PlanObjective]
+) -> tuple[EstimatedPlan, ...]:
+    """Some plans of a front in its order: the first one, the best by each objective, the knee (the one nearest to
+    having the best of all, each objective from its best to its worst counted from 0 to 1), and evenly between."""
+    if len(front) <= number:
+        return tuple(front)
+    costs = np.array([[plan.cost(name) for name in objectives] for plan in front])
+    width = np.ptp(costs, axis=0)
+    knee = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1).argmin()
+    even = np.linspace(0, len(front) - 1, number).round().astype(int)
+    wanted = [0, *costs.argmin(axis=0)[1:], knee]
+    # Of even steps those are left out that lie next to a plan taken already.
+    far = sorted(even, key=lambda at: -min(abs(at - other) for other in wanted))
+    rows = list(dict.fromkeys(int(at) for at in (*wanted, *far)))[:number]
+    return tuple(front[row] for row in sorted(rows))
 
 
 def described(question: Question, rows: PlanRows) -> tuple[EstimatedPlan, ...]:

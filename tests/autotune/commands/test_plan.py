@@ -253,6 +253,9 @@ def test_several_objectives_give_their_front(folder: Path, capsys: pytest.Captur
     assert points == sorted(points)
     memory = [size for _, size in points]
     assert memory == sorted(memory, reverse=True)
+    shown = run_json(capsys, "--objective", "speed,memory", "--top", "3")
+    assert [plan["plan"] for plan in shown["plans"]][::2] == [data["plans"][0]["plan"], data["plans"][-1]["plan"]]
+    assert f"the front has {len(points)} plans, 3 are shown" in " ".join(shown["notes"])
     least = run_json(capsys, "--objective", "memory", "--top", "1")["plans"][0]
     assert least["memory_bytes"]["value"] == pytest.approx(min(memory))
     few = run_json(capsys, "--objective", "devices", "--top", "1")["plans"][0]
