@@ -52,8 +52,10 @@ def answer_data(answer: Answer) -> dict[str, Any]:
         "hfu_convention": HFU_CONVENTION,
         "counts": _counts(answer.counts),
         "plans": [
-            {"rank": rank, **plan_data(plan), "against_best": _comparison(other)}
-            for rank, (plan, other) in enumerate(zip(answer.plans, answer.comparisons, strict=True), start=1)
+            {"rank": rank, **plan_data(plan), "num_alike": alike, "against_best": _comparison(other)}
+            for rank, (plan, other, alike) in enumerate(
+                zip(answer.plans, answer.comparisons, answer.num_alike, strict=True), start=1
+            )
         ],
         "shares": [vars(share) for share in answer.shares],
         "memory_binds_ratio": answer.memory_binds_ratio,

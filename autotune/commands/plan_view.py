@@ -202,6 +202,8 @@ def plan_table(answer: Answer) -> Table:
     for rank, plan in enumerate(plans, start=1):
         label = Text(layout_words(plan.plan), style="bold" if rank == 1 else "")
         own = settings_words(plan.plan, shared)
+        if answer.num_alike[rank - 1]:
+            own += f"{' ' if own else ''}(and {answer.num_alike[rank - 1]} like it, with other cp)"
         cells = [label + Text(f"\n{own}", style="dim") if own else label]
         cells += [cell(rank, plan) for cell in columns.values()]
         table.add_row(f"{'≈' if rank in tied_ranks(answer) else ''}{rank}", *cells)

@@ -130,6 +130,9 @@ class Answer:
     """Best first; empty when nothing fits."""
     comparisons: tuple[Comparison, ...]
     """Each of ``plans`` with the first."""
+    num_alike: tuple[int, ...] = ()
+    """For each of ``plans``: how many more were found that are tied with it and as it is but for cp, dp and what is
+    not part of the mesh."""
     shares: tuple[Share, ...] = ()
     """What the best plan's step is spent on, most first."""
     memory_binds_ratio: float | None = None

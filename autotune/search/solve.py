@@ -19,7 +19,7 @@ from autotune.search.exact import PlanRows, Progress, SearchResult, search
 from autotune.search.ladder import climb
 from autotune.search.misfit import explain_misfit, refuse_empty_space
 from autotune.search.neighbourhood import explore, space_around
-from autotune.search.plan_objectives import OBJECTIVES, PlanObjective
+from autotune.search.plan_objectives import OBJECTIVES, SPEED_OBJECTIVES, PlanObjective
 from autotune.search.question import Question
 from autotune.search.rival import RivalPlan, judge
 from autotune.search.words import value_words
@@ -28,6 +28,11 @@ from engine.plan import Plan, plan_table
 
 DISTINCT_FIELDS = ("tp", "pp", "cp", "ep", "etp")
 """The plans of an answer differ in one of these: near-twins tell nothing new."""
+
+ALIKE_FIELDS = ("tp", "pp", "ep", "etp")
+"""Plans that differ in none of these and are tied are told as one: context for data parallelism, and the like."""
+FOUND_FOR_ONE_SHOWN = 3
+"""Plans that are looked for, for each that is shown: the others are like one of those."""
 
 NUM_SEEDS = 10
 """Best plans around which it is looked for what would help."""
@@ -68,7 +73,7 @@ def solve(
         UserError: No plan is legal, with the rule that is in the way and its numbers.
     """
     started = time.perf_counter()
-    result = look(question, max(top, NUM_SEEDS), max_seconds, progress)
+    result = look(question, max(FOUND_FOR_ONE_SHOWN * top, NUM_SEEDS), max_seconds, progress)
     counts = _counts(result, question.objectives[0])
     if not result.fits and not len(result.closest):
         if counts.gap_ratio == math.inf:
@@ -76,7 +81,13 @@ def solve(
         refuse_empty_space(question, result.counts)
     found = ranked_plans(question, result)
     is_front = len(question.objectives) > 1
-    plans = spread(found, top, question.objectives) if is_front else found[:top]
+    num_alike: tuple[int, ...] = ()
+    if is_front:
+        plans = spread(found, top, question.objectives)
+    elif question.objectives[0] in SPEED_OBJECTIVES:
+        plans, num_alike = grouped(found, top)
+    else:
+        plans = found[:top]
     notes = (*question.notes, *(schedule_notes(question, plans[0].plan) if plans else ()))
     if question.cluster.is_rough:
         notes = (*notes, ROUGH_FIGURES)
@@ -88,6 +99,7 @@ def solve(
         counts=counts,
         plans=plans,
         comparisons=tuple(compare(plans[0], plan) for plan in plans),
+        num_alike=num_alike or (0,) * len(plans),
         shares=shares(plans[0]) if plans else (),
         notes=notes,
     )
@@ -167,6 +179,23 @@ def ranked_plans(question: Question, result: SearchResult) -> tuple[EstimatedPla
     values = result.front.values[:, result.objectives.index(first)]
     order = np.argsort(-values if OBJECTIVES[first].direction == "maximize" else values, kind="stable")
     return tuple(plans[row] for row in order)
+
+
+def grouped(found: Sequence[EstimatedPlan], number: int) -> tuple[tuple[EstimatedPlan, ...], tuple[int, ...]]:
+    """The best plans without those that are tied with a better one and like it, and how many each stands for."""
+    leaders: list[EstimatedPlan] = []
+    alike: list[int] = []
+    for plan in found:
+        for i, leader in enumerate(leaders):
+            is_like = all(getattr(plan.plan, name) == getattr(leader.plan, name) for name in ALIKE_FIELDS)
+            if is_like and compare(leader, plan).is_tie:
+                alike[i] += 1
+                break
+        else:
+            if len(leaders) < number:
+                leaders.append(plan)
+                alike.append(0)
+    return tuple(leaders), tuple(alike)
 
 
 def spread(

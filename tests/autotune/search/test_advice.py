@@ -128,6 +128,16 @@ def test_the_best_plan_is_the_best_of_its_neighbourhood(answer: Answer) -> None:
     assert promising.best() == best
 
 
+def test_tied_plans_that_are_alike_are_told_as_one() -> None:
+    found = solve(question(pins=("layers_per_stage=even", "micro_batch_size=1,2"), sequence_length=8192), top=6)
+    meshes = [(plan.plan.tp, plan.plan.pp) for plan in found.plans]
+    assert len(found.num_alike) == len(meshes)
+    assert sum(found.num_alike) > 0
+    for i, plan in enumerate(found.plans):
+        for better, mesh in zip(found.plans[:i], meshes, strict=False):
+            assert mesh != meshes[i] or not compare(better, plan).is_tie
+
+
 def test_what_a_choice_loses_is_exact_or_an_upper_bound() -> None:
     asked = question(pins=("layers_per_stage=even", "micro_batch_size=1,2"))
     answer = solve(asked)
