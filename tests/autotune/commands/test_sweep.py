@@ -63,6 +63,20 @@ def test_dry_run_counts_and_writes_nothing(space: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.unit
+def test_candidates_are_ranked_by_their_estimates_unless_told_otherwise(
+    space: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("sweep", str(space), "--dry-run", "--cluster", "h100x8", "--set", "space.plan.tp=[1, 2]")
+    data = run_json(capsys, *arguments)
+    assert 0 < data["num_left"] < data["num_legal"]
+    assert data["removed"]["estimate.dominated"] == data["num_legal"] - data["num_left"], "splitting a tiny model"
+    assert all(0 < forecast["speed"]["low"] < forecast["speed"]["high"] for forecast in data["forecasts"])
+    every = run_json(capsys, *arguments, "--no-estimates")
+    assert every["forecasts"] is None
+    assert every["num_left"] == every["num_legal"] == data["num_legal"]
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
@@ -127,6 +141,7 @@ def test_a_sweep_of_real_training_and_what_studies_say_of_it(space: Path, capsys
     assert result["outcomes"] == {"ok": 2}
     assert result["front"][0]["values"].keys() == {"speed", "quality"}
     assert result["repeats"]["values"]["quality"]["count"] == 1
+    assert result["forecasts"]["speed"]["num_trials"] == 1, "estimated before the trial, held against what it measured"
     assert main(["sweep", str(space), "--trials", "1", "--set", "workload.total_tokens=3k"]) == 2
     assert "changed  workload.total_tokens: 2000 -> 3000" in capsys.readouterr().err
 
