@@ -15,6 +15,7 @@ import numpy as np
 from autotune.cost.columns import PlanColumns, code
 from autotune.cost.device_columns import ELEMENT_BYTES, FP8
 from autotune.cost.memory_recipe import MemoryRecipe
+from autotune.cost.parameters import fullest_load
 from autotune.cost.shapes import ModelShape, Number
 
 NONE, FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("none", "full", "selective", "every_k"))
@@ -171,7 +172,7 @@ def _moe_ffn(
 
     A token is held once for each expert it is sent to; ranks of tp share the tokens unless they share the experts.
     """
-    fullest = 1 + imbalance_ratio * (1 - 1 / np.asarray(c.ep, dtype=np.float64))
+    fullest = fullest_load(imbalance_ratio, c.ep)
     routed = t.whole * shape.experts_per_token * (c.etp / t.tp) * fullest
     width = routed * shape.expert_ffn / c.etp + t.whole / t.tp * shape.shared_ffn
     copies = routed * shape.hidden * (t.e_input + t.e * recipe.expert_copies)

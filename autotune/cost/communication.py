@@ -15,7 +15,14 @@ import numpy as np
 
 from autotune.cost.columns import PlanColumns, words_of
 from autotune.cost.distinct import Columns
-from autotune.cost.parameters import candidate_ranks, layer_share, rank_blocks, vocabulary_share
+from autotune.cost.parameters import (
+    candidate_ranks,
+    fullest_load,
+    is_vee,
+    layer_share,
+    rank_blocks,
+    vocabulary_share,
+)
 from autotune.cost.rank_groups import NOTHING, Cost, Groups, LinkColumns
 from autotune.cost.shapes import ModelShape
 from engine.collective_cost import Group, Number
@@ -104,7 +111,7 @@ def communication(
     shares_sends: Number = 0,
     sends_once: Number = 0,
     gathers_keys: Number = 0,
-    expert_load: Number = 1.0,
+    imbalance_ratio: Number = 0.0,
 ) -> Communication:
     """What a table of plans sends, and how long that takes alone.
 
@@ -121,10 +128,10 @@ def communication(
             as its routing allows (DeepEP); 0 for a copy per expert.
         gathers_keys: 1 where context ranks gather all keys and values at once (Llama 3, TorchTitan); 0 where they pass
             them on around a ring, beside the attention.
-        expert_load: Tokens of the fullest expert-parallel rank over the mean, at least 1.
+        imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
     """
     x = _Inputs(
-        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, expert_load, narrow_gradients
+        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, imbalance_ratio, narrow_gradients
     )
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
@@ -152,7 +159,7 @@ class _Inputs:
     shares_sends: Number
     sends_once: Number
     gathers_keys: Number
-    expert_load: Number
+    imbalance_ratio: Number
     narrow_gradients: Number
 
     @property
@@ -184,7 +191,7 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        stack = (self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.expert_load)
+        stack = (self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.imbalance_ratio)
         return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack, self.narrow_gradients))
 
     def take(self, rows: np.ndarray) -> _Inputs:
@@ -289,7 +296,7 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     entering = half.reduced + groups.all_reduce(groups.tp, x.tokens * shape.experts_per_token * x.element_bytes)
     sliced_back = (entering + half.gathered).where(split, entering)
     # Each rank of the tensor group dispatches its own share of the tokens, a copy for each of their experts.
-    copies = x.hidden_bytes / c.tp * shape.experts_per_token * x.expert_load
+    copies = x.hidden_bytes / c.tp * shape.experts_per_token * fullest_load(x.imbalance_ratio, c.ep)
     domains = c.ep / np.maximum(groups.ep.members[0], 1)
     limit = np.where(np.asarray(shape.token_groups) > 0, shape.token_groups, np.inf)
     reached = np.minimum(domains * (1 - (1 - 1 / domains) ** per_token), limit)
@@ -365,7 +372,7 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         "dp_gather": gather.where((stage == 1) | (stage == 2), NOTHING),
         "shard_gather": (gather + kept * -0.5).where(stage == 3, NOTHING),
         "tp_step": groups.all_reduce(groups.tp, norms),
-        "tied_reduce": groups.all_reduce(groups.pp, tied).where(np.asarray(shape.tied) > 0, NOTHING),
+        "tied_reduce": groups.all_reduce(groups.pp, tied).where((np.asarray(shape.tied) > 0) & ~is_vee(c), NOTHING),
     }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from autotune.cost.coefficients import Coefficients
 from autotune.cost.columns import PlanColumns
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
+from autotune.cost.parameters import fullest_load
 from autotune.cost.shapes import ModelShape, Number
 
 ALIGNMENT = 64
@@ -291,7 +292,7 @@ def _experts(b: Basis) -> Passes:
         return Passes(Work(0.0, 0.0, 0.0, 0.0), Work(0.0, 0.0, 0.0, 0.0))
     experts = np.maximum(s.num_experts, 1)
     own = b.tokens / c.tp
-    routed = own * s.experts_per_token * c.etp * (1 + b.software.imbalance_ratio * (1 - 1 / np.maximum(c.ep, 1)))
+    routed = own * s.experts_per_token * c.etp * fullest_load(b.software.imbalance_ratio, c.ep)
     local = np.maximum(experts / c.ep, 1)
     width = np.maximum(s.expert_ffn, 1) / c.etp
     per_expert = routed / local

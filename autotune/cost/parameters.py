@@ -22,14 +22,25 @@ class RankBlocks:
 
 
 def candidate_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
-    """Pipeline ranks one of which is the fullest: the first and the last, and the second where a later stage may hold
+    """Pipeline ranks one of which is the fullest: the first and the last, and an inner one where a later stage may hold
     more than the first. ``[k, n]``."""
-    last = np.broadcast_to(np.asarray(c.pp), (len(c),)) - 1
-    first = np.zeros_like(last)
+    ranks = kinds_of_ranks(shape, c)
     grows = (c.largest_stage_layers > c.first_stage_layers) | (np.asarray(shape.num_leading_dense_layers) > 0)
-    if not np.any(grows):
-        return np.stack([first, last])
-    return np.stack([first, np.minimum(1, last), last])
+    return ranks if np.any(grows) else ranks[[0, 2]]
+
+
+def kinds_of_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
+    """The first pipeline rank, the fullest between the ends (the second, or the first behind the leading dense layers;
+    the first rank again where there are but two), and the last. ``[3, n]``."""
+    last = np.broadcast_to(np.asarray(c.pp), (len(c),)) - 1
+    behind = -(-np.asarray(shape.num_leading_dense_layers) // np.maximum(c.first_stage_layers, 1))
+    inner = np.minimum(np.maximum(behind, 1), np.maximum(last - 1, 0))
+    return np.stack([np.zeros_like(last), inner, last])
+
+
+def is_vee(c: PlanColumns) -> np.ndarray:
+    """Where stages run down the ranks and up again: the first rank has the last stage too. ``[n]`` bools."""
+    return np.asarray(((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (np.asarray(c.pp) > 1))
 
 
 def rank_blocks(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankBlocks:
@@ -41,7 +52,7 @@ def rank_blocks(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankBlo
         ranks: ``[k, n]``: pipeline ranks.
     """
     pp, v = np.asarray(c.pp, dtype=np.float64), np.asarray(c.virtual_stages, dtype=np.float64)
-    vee = ((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (pp > 1)
+    vee = is_vee(c)
     at_start = ranks == 0
     at_end = np.where(vee, at_start, ranks == pp - 1)
     stages = pp * v
@@ -89,3 +100,14 @@ def vocabulary_share(shape: ModelShape, c: PlanColumns) -> Number:
     """Of an embedding without its positions, or of a head without its norm. ``[n]``"""
     split = np.where(np.asarray(c.vocab_parallel) > 0, np.asarray(c.tp, dtype=np.float64), 1.0)
     return shape.vocab * shape.hidden / split
+
+
+def fullest_load(imbalance_ratio: Number, ep: Number) -> Number:
+    """Tokens of the fullest of ``ep`` expert-parallel ranks over the mean: 1 where all experts are on one.
+
+    Args:
+        imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
+        ep: Ranks over which the experts are spread.
+    """
+    load: Number = 1 + imbalance_ratio * (1 - 1 / np.maximum(np.asarray(ep, dtype=np.float64), 1.0))
+    return load

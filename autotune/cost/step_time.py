@@ -12,13 +12,12 @@ from autotune.cost.columns import PlanColumns, code
 from autotune.cost.communication import Communication, LinkColumns
 from autotune.cost.compute import ComputeWork, Work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
-from autotune.cost.parameters import layer_share, vocabulary_share
+from autotune.cost.parameters import is_vee, kinds_of_ranks, layer_share, rank_blocks, vocabulary_share
 from autotune.cost.parts import HIDDEN_PARTS, TIME_PARTS
 from autotune.cost.pipeline import bubble_seconds, send_seconds
 from autotune.cost.shapes import ModelShape, Number
 
 FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("full", "selective", "every_k"))
-ZBV, DUALPIPEV = code("schedule", "zbv"), code("schedule", "dualpipev")
 STATE_TRAFFIC_BYTES = 24.0
 """Per parameter whose states are in host memory: master copy and two moments in fp32, there and back."""
 KEPT_WIDTHS = 16.0
@@ -26,7 +25,7 @@ KEPT_WIDTHS = 16.0
 BLOCKS = ("dense_layer", "moe_layer", "embedding", "head")
 LAYERS = BLOCKS[:2]
 FIRST, MIDDLE, LAST, MEAN = 0, 1, 2, 3
-"""Kinds of pipeline ranks: with the embedding, the fullest with layers only, with the head; and the mean over all."""
+"""Kinds of pipeline ranks: the first, the fullest between the ends, the last; and the mean over all."""
 WEIGHT_RATIO = 0.5
 """Share of a backward pass, without recomputation, that computes gradients of weights: each matrix product has one
 product for its input and an equal one for its weights."""
@@ -61,50 +60,16 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(s: ModelShape, c: PlanColumns) -> Blocks:
-    """Blocks of each kind of pipeline rank, over all its virtual stages; ``[4, n]`` each.
-
-    The middle rank is the fullest. Leading dense layers of a mixture lie on the first stage.
-    """
-    single, folded = c.pp == 1, (c.schedule == ZBV) | (c.schedule == DUALPIPEV)
-    layers = np.where(single, s.num_layers, rank_layers(s, c, folded))
-    leading = np.zeros_like(layers)
-    leading[FIRST] = np.minimum(s.num_leading_dense_layers, layers[FIRST])
-    leading[MEAN] = s.num_leading_dense_layers / c.pp
-    leading = np.where(single, leading[FIRST], leading)
-    moe = (layers - leading) * s.num_moe_layers / np.maximum(s.num_layers - s.num_leading_dense_layers, 1)
-    embedding, head = np.zeros_like(layers), np.zeros_like(layers)
-    embedding[FIRST], embedding[MEAN] = 1, 1 / c.pp
-    head[FIRST], head[LAST], head[MEAN] = folded, ~folded, 1 / c.pp
-    return Blocks(layers - moe, moe, np.where(single, 1, embedding), np.where(single, 1, head))
-
-
-def rank_layers(s: ModelShape, c: PlanColumns, folded: np.ndarray) -> np.ndarray:
-    """Layers of each kind of pipeline rank, over all its virtual stages. ``[4, n]``.
-
-    An even split gives the remainder to the first stages, which is exact here; else a rank's further stages are taken
-    to have the mean size.
-
-    Args:
-        s: The architecture.
-        c: ``n`` plans.
-        folded: Whether rank ``r`` has the stages ``r`` and ``2 pp - 1 - r``; else ``r``, ``r + pp`` and so on.
-    """
-    v, stages = c.virtual_stages, c.pp * c.virtual_stages
-    whole, rest = s.num_layers // stages, s.num_layers % stages
-    some = rest > 0
-    even = (c.first_stage_layers == whole + some) & (c.largest_stage_layers == whole + some)
-    even = even & (c.last_stage_layers == whole)
-    rounds, beyond = rest // c.pp, rest > c.pp
-    extra = (
-        np.where(folded, some, rounds + (rest % c.pp > 0)),
-        np.where(folded, 1 * some + beyond, rounds + (rest % c.pp > 0)),
-        np.where(folded, (rest >= c.pp) * 1 + beyond, rounds),
+    """Blocks of each kind of pipeline rank, over all its virtual stages; ``[4, n]`` each."""
+    ranks = rank_blocks(s, c, kinds_of_ranks(s, c))
+    mean = (s.num_layers - s.num_moe_layers) / c.pp, s.num_moe_layers / c.pp, 1 / c.pp, 1 / c.pp
+    own = ranks.dense_layers, ranks.moe_layers, ranks.has_embedding, ranks.has_head
+    return Blocks(
+        *(
+            np.concatenate([of_kinds, np.broadcast_to(of_mean, (1, len(c)))])
+            for of_kinds, of_mean in zip(own, mean, strict=True)
+        )
     )
-    others = s.num_layers - c.first_stage_layers - c.last_stage_layers
-    further = (v - 1) * others / np.maximum(stages - 2, 1)
-    uneven = (c.first_stage_layers, c.largest_stage_layers, c.last_stage_layers)
-    kinds = [np.where(even, v * whole + more, stage + further) for more, stage in zip(extra, uneven, strict=True)]
-    return np.stack([*np.broadcast_arrays(*kinds, s.num_layers / c.pp)])
 
 
 def lighter_ranks(s: ModelShape, c: PlanColumns, slow: np.ndarray) -> np.ndarray:
@@ -391,7 +356,8 @@ def block_parameters(s: ModelShape, c: PlanColumns) -> tuple[tuple[Number, Numbe
     """Parameters of each kind of block on one rank: those outside the experts, and the experts'."""
     dense, moe, experts = layer_share(s, c)
     vocabulary = vocabulary_share(s, c)
-    head = vocabulary * np.where((np.asarray(s.tied) > 0) & (c.pp == 1), 0, 1)
+    # A tied head is the embedding where both are on one rank.
+    head = vocabulary * np.where((np.asarray(s.tied) > 0) & ((c.pp == 1) | is_vee(c)), 0, 1)
     return (dense, 0.0), (moe, experts), (vocabulary, 0.0), (head, 0.0)
 
 

@@ -185,7 +185,7 @@ def test_dispatch_and_combine_move_a_copy_per_expert() -> None:
     result = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=MOE)
     copies = 2 * 4096 * 4 * MOE.hidden_size * 2
     assert result.ep_forward_bytes == result.ep_backward_bytes == 2 * 15 / 16 * copies
-    loaded = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=MOE, expert_load=1.2)
+    loaded = sent({"dp_shard": 64, "ep": 16, "micro_batch_size": 2}, model=MOE, imbalance_ratio=0.2 * 16 / 15)
     assert loaded.ep_forward_bytes == pytest.approx(1.2 * result.ep_forward_bytes)
     assert loaded.ep_forward > result.ep_forward
     # To two domains of 8, once each: 1 - 1/2^4 of the other domain's tokens instead of 4 copies, half of them there.

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.cost.columns import encode
 from autotune.cost.estimate import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, EstimateTable, estimate
+from autotune.cost.parameters import rank_blocks
 from autotune.cost.shapes import ModelShape
 from autotune.cost.software import software_catalogue, software_figures
 from autotune.cost.step_time import beside, blocks_of, smooth_maximum
@@ -143,6 +144,23 @@ def test_blocks_of_all_ranks_are_the_blocks_of_the_model() -> None:
         assert mean[1] == pytest.approx(np.full(len(rows), moe_layers))
         assert mean[2] == pytest.approx(np.ones(len(rows)))
         assert mean[3] == pytest.approx(np.ones(len(rows)))
+
+
+def test_the_pace_is_set_by_a_rank_that_exists() -> None:
+    """61 layers, three dense ones in front: kinds of ranks are ranks of the model, among them the one with most."""
+    experts = {"num_experts": 64, "experts_per_token": 4, "ffn_size": 1536, "num_dense_layers": 3}
+    model = DENSE.changed(num_layers=61, moe=experts)
+    shape = ModelShape.of(model)
+    for pp, v, schedule in ((4, 1, "1f1b"), (6, 1, "1f1b"), (8, 4, "interleaved_1f1b"), (4, 2, "zbv"), (30, 1, "1f1b")):
+        plan = Plan(pp=pp, virtual_stages=v, schedule=schedule, zero_stage=1)
+        c = encode(plan_table([(plan, 1024, 4096)]), model.num_layers)
+        kinds = blocks_of(shape, c)
+        ranks = rank_blocks(shape, c, np.arange(pp)[:, None])
+        assert sum(ranks.dense_layers + ranks.moe_layers) == pytest.approx(61)
+        found = {(float(d), float(m)) for d, m in zip(kinds.dense[:3, 0], kinds.moe[:3, 0], strict=True)}
+        real = {(float(d), float(m)) for d, m in zip(ranks.dense_layers[:, 0], ranks.moe_layers[:, 0], strict=True)}
+        assert found <= real
+        assert max(m for _, m in found) == max(m for _, m in real)
 
 
 def test_smooth_maximum_lies_between_maximum_and_sum() -> None:
