@@ -53,8 +53,8 @@ def main() -> None:
     folds = grouped_folds([run.fold for run in runs], NUM_FOLDS)
     predictions = {
         "in_sample": fit.log_seconds(theta),
-        "folds": held_out(fit, measured, families, folds, theta),
-        "family_left_out": held_out(fit, measured, families, families, theta),
+        "folds": held_out(fit, measured, families, folds),
+        "family_left_out": held_out(fit, measured, families, families),
         "ten_line_model": np.log(baseline_seconds(runs)),
     }
     figures = {name: report(runs, predicted) for name, predicted in predictions.items()}

@@ -299,22 +299,6 @@ class Fit:
                 matrix[np.arange(len(base)), offset + block.index[picked]] = change
         return matrix
 
-    def without(self, rows: np.ndarray, theta: np.ndarray) -> np.ndarray:
-        """Parameters with those that only some rows know of at their prior. ``rows``: ``[n]`` bools."""
-        result = theta.copy()
-        for block, offset in zip(self.blocks, self.offsets[:-1], strict=True):
-            if block.index is None:
-                continue
-            own = result[offset : offset + block.size]
-            unknown = np.setdiff1d(np.arange(block.size), block.index[~rows])
-            own[unknown] = block.centre
-            if block.parents is None:
-                continue
-            above = block.parents[unknown]
-            for _ in range(block.size):
-                own[unknown] = np.where(above == unknown, block.centre, own[above])
-        return result
-
     def calibration(self, theta: np.ndarray) -> Calibration:
         """Parameters as figures."""
         found: dict[str, dict[str, dict[str, float]]] = {"device": {}, "software": {}}
@@ -334,10 +318,9 @@ def solve(
     log_measured: np.ndarray,
     families: np.ndarray,
     rows: np.ndarray,
-    start: np.ndarray | None = None,
-    max_steps: int = 30,
+    max_steps: int = 60,
 ) -> np.ndarray:
-    """Parameters that fit some rows best: Levenberg-Marquardt steps on reweighted squares.
+    """Parameters that fit some rows best: Levenberg-Marquardt steps on reweighted squares, from the priors.
 
     The loss of a residual ``r`` is ``2 (sqrt(1 + r^2) - 1)``: squared where small, absolute where large.
 
@@ -346,7 +329,6 @@ def solve(
         log_measured: ``[n]`` logarithm of the measured seconds.
         families: ``[n]`` family of each row, as numbers.
         rows: ``[n]`` bools: rows that may be looked at.
-        start: Where to begin; the prior's centre by default.
         max_steps: Steps at most.
     """
     counts = np.bincount(families[rows], minlength=families.max() + 1)
@@ -356,7 +338,7 @@ def solve(
         data = (fit.log_seconds(theta)[rows] - log_measured[rows]) * weight
         return np.concatenate([data, fit.prior_matrix @ (theta - fit.start)])
 
-    theta = fit.start if start is None else start
+    theta = fit.start
     residual = residuals(theta)
     damping = FIRST_DAMPING
     for _ in range(max_steps):
@@ -399,24 +381,23 @@ def held_out(
     log_measured: np.ndarray,
     families: np.ndarray,
     folds: np.ndarray,
-    start: np.ndarray,
-    max_steps: int = 30,
+    max_steps: int = 60,
 ) -> np.ndarray:
     """Logarithm of the step time of every row by a fit that never saw the row's fold. ``[n]``
+
+    Each fit begins at the priors, so that nothing of the rows held out is in it.
 
     Args:
         fit: The table.
         log_measured: ``[n]``.
         families: ``[n]`` numbers.
         folds: ``[n]``: fold of each row.
-        start: Parameters to begin from, to save steps; those that no other fold knows of begin at their prior.
         max_steps: Steps at most.
     """
     predicted = np.full(len(log_measured), np.nan)
     for fold in np.unique(folds):
         out = folds == fold
-        begin = fit.without(out, start)
-        theta = solve(fit, log_measured, families, ~out, start=begin, max_steps=max_steps)
+        theta = solve(fit, log_measured, families, ~out, max_steps=max_steps)
         predicted[out] = fit.log_seconds(theta)[out]
     return predicted
 
