@@ -111,7 +111,7 @@ _TENSOR_RULES = (
 
 _INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 
-_VIRTUAL_STAGES = {
+VIRTUAL_STAGES = {
     "gpipe": (1, 1),
     "1f1b": (1, 1),
     "interleaved_1f1b": (2, None),
@@ -125,7 +125,7 @@ _VIRTUAL_STAGES = {
 def _wrong_virtual_stages(c: RuleContext, t: PlanTable) -> np.ndarray:
     stages = t["virtual_stages"]
     wrong: np.ndarray = (t["pp"] == 1) & (stages != 1)
-    for schedule, (least, most) in _VIRTUAL_STAGES.items():
+    for schedule, (least, most) in VIRTUAL_STAGES.items():
         outside = (stages < least) | (stages > (most or np.inf))
         wrong |= (t["pp"] > 1) & (t["schedule"] == schedule) & outside
     return wrong
@@ -137,9 +137,9 @@ def _explain_virtual_stages(c: RuleContext, r: SimpleNamespace) -> tuple[str, st
             f"virtual_stages is {r.virtual_stages} without a pipeline (pp is 1)",
             "set virtual_stages to 1 or pp to 2 or more",
         )
-    least, most = _VIRTUAL_STAGES[r.schedule]
+    least, most = VIRTUAL_STAGES[r.schedule]
     wanted = f"{least}" if most else f"{least} or more"
-    others = [s for s, (a, b) in _VIRTUAL_STAGES.items() if a <= r.virtual_stages <= (b or r.virtual_stages)]
+    others = [s for s, (a, b) in VIRTUAL_STAGES.items() if a <= r.virtual_stages <= (b or r.virtual_stages)]
     return (
         f"virtual_stages is {r.virtual_stages}, the schedule {r.schedule} runs {wanted} per rank",
         f"set virtual_stages to {wanted}, or schedule to {' or '.join(others)}",

@@ -16,6 +16,7 @@ from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import SoftwareFigures
 from engine.errors import UserError
 from engine.rule import Scope, divisors
+from engine.rules_universal import VIRTUAL_STAGES
 from engine.spec import ModelSpec
 from engine.units import parse_count
 
@@ -26,6 +27,7 @@ OUTER_FIELDS = (
     "micro_batch_size", "precision", "gradient_compression", "rank_order", "recompute", "recompute_period",
 )  # fmt: skip
 """Fields that a block of the search fixes, with the degrees."""
+PIPELINE_FIELDS = frozenset({"pp", "schedule", "virtual_stages"})
 INNER_FIELDS = (
     "zero_stage", "sequence_parallel", "vocab_parallel", "offload_parameters_ratio", "offload_optimizer_ratio",
     "offload_activations_ratio", "overlap_dp", "overlap_tp", "overlap_pp",
@@ -161,7 +163,7 @@ def plan_space(
         )
     values = _default_values(model, cluster, [int(c) for c in counts], global_batch_sizes, sequence_lengths)
     if stack is not None:
-        values |= _pipelines_of(stack, values["schedule"])
+        values |= _pipelines_of(stack, values["schedule"], is_pinned=not PIPELINE_FIELDS.isdisjoint(given))
     values |= given
     even = stack is not None and _needs_even_stages(stack, model) and "layers_per_stage" not in given
     space = PlanSpace(tuple(int(c) for c in counts), values, frozenset(given), scopes, even)
@@ -206,10 +208,13 @@ def _default_values(
     return values
 
 
-def _pipelines_of(stack: SoftwareFigures, schedules: Sequence[Value]) -> dict[str, tuple[Value, ...]]:
-    """The values of a pipeline's fields that a stack has, of the schedules worth a search."""
+def _pipelines_of(stack: SoftwareFigures, schedules: Sequence[Value], is_pinned: bool) -> dict[str, tuple[Value, ...]]:
+    """The values of a pipeline's fields that a stack has, of the schedules worth a search; a stack without pipelines is
+    given some where something of a pipeline is pinned."""
     run = tuple(schedule for schedule in schedules if schedule in stack.schedules)
-    return {"schedule": run} if run else {"pp": (1,), "schedule": ("1f1b",), "virtual_stages": (1,)}
+    if run or is_pinned:
+        return {"schedule": run or ("1f1b",)}
+    return {"pp": (1,), "schedule": ("1f1b",), "virtual_stages": (1,)}
 
 
 def _needs_even_stages(stack: SoftwareFigures, model: ModelSpec) -> bool:
@@ -257,6 +262,41 @@ def _read_pins(pins: Sequence[str]) -> dict[str, tuple[Value, ...]]:
         values = [_parse_value(name, part.strip()) for part in text.strip().strip("[]").split(",")]
         read[name] = tuple(dict.fromkeys(values))
     return read
+
+
+def check_pipeline_pins(space: PlanSpace) -> None:
+    """Refuse pins of a pipeline that contradict each other, with all that must change.
+
+    Raises:
+        UserError: No schedule that is pinned goes with the pinned pp and virtual_stages.
+    """
+    given = {name: space.values[name] for name in PIPELINE_FIELDS & space.pinned}
+    pinned = " ".join(f"{n}={','.join(map(str, given[n]))}" for n in ("schedule", "virtual_stages", "pp") if n in given)
+    schedules = [str(name) for name in given.get("schedule", VIRTUAL_STAGES)]
+    stages = [int(value) for value in given.get("virtual_stages", ())]
+    runs = {name: (least, most or math.inf) for name, (least, most) in VIRTUAL_STAGES.items()}
+    pinned_schedule = "schedule" in given and "1f1b" not in schedules
+    if given.get("pp") == (1,) and (pinned_schedule or (stages and min(stages) > 1)):
+        changes = [name for name in ("schedule", "virtual_stages") if name in given]
+        needed = "" if not pinned_schedule else f" and virtual_stages={_stages_words(schedules[0])}"
+        raise UserError(
+            f"the pins {pinned} contradict each other: with pp=1 there is no pipeline to be scheduled",
+            hint=f"leave {' and '.join(changes)} unpinned, or pin pp to 2 or more{needed}",
+        )
+    if stages and not any(runs[name][0] <= value <= runs[name][1] for name in schedules for value in stages):
+        others = [name for name, (a, b) in runs.items() if any(a <= value <= b for value in stages)]
+        told = "; ".join(
+            f"{name} runs {_stages_words(name)} stage{'s' if runs[name][1] > 1 else ''} per rank" for name in schedules
+        )
+        raise UserError(
+            f"the pins {pinned} contradict each other: {told}",
+            hint=f"pin virtual_stages={_stages_words(schedules[0])}, or schedule={' or '.join(others)}",
+        )
+
+
+def _stages_words(schedule: str) -> str:
+    least, most = VIRTUAL_STAGES[schedule]
+    return str(least) if most else f"{least} or more"
 
 
 def _nearest_field(name: str) -> str:

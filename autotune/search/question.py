@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost.software import software_figures
 from autotune.search.plan_objectives import PlanObjective, Prices, check_objectives
-from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, plan_space
+from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, check_pipeline_pins, plan_space
 from autotune.specs.cluster import ClusterSpec
 from engine.config import load_run
 from engine.errors import UserError
@@ -170,6 +170,7 @@ def ask(
             stack=software_figures(software),
         )
 
+    check_pipeline_pins(space_of(1))
     batch = parse_batch(global_batch, sequence_length)
     num_sequences, batch_notes = _splittable_batch(batch.num_sequences, space_of(1))
     if batch.note and num_sequences == batch.num_sequences:

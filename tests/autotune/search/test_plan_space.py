@@ -10,7 +10,7 @@ import pytest
 
 from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.search.blocks import Expander, Part, plan_at, stage_layers
-from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, plan_space
+from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, check_pipeline_pins, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
 from engine.plan import Plan, Schedule, plan_table
@@ -182,3 +182,18 @@ def test_stages_have_equally_many_layers_where_the_stack_needs_it(
     blocks = [expander.blocks(part) for part in expander.parts()]
     assert {int(pp) for block in blocks for pp in np.unique(block.outer["pp"])} == stages
     assert ("stack.even_stages" in blocks[0].counts.removed) == (stages != {1, 2, 4, 8})
+
+
+@pytest.mark.parametrize(("pins", "message", "hint"), [
+    (("schedule=zbv", "pp=1"), "schedule=zbv pp=1 contradict", "pp to 2 or more and virtual_stages=2"),
+    (("virtual_stages=2", "pp=1"), "virtual_stages=2 pp=1 contradict", "pp to 2 or more"),
+    (("schedule=zbv", "virtual_stages=4"), "zbv runs 2 stages", "virtual_stages=2, or schedule=interleaved_1f1b"),
+    (("schedule=1f1b", "virtual_stages=2,4"), "1f1b runs 1 stage  per rank", "virtual_stages=1, or schedule="),
+])  # fmt: skip
+def test_pins_of_a_pipeline_that_contradict_each_other(pins: tuple[str, ...], message: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_pipeline_pins(space_of(*pins))
+    assert message in str(caught.value)
+    assert hint in (caught.value.hint or "")
+    check_pipeline_pins(space_of("schedule=1f1b,zbv", "pp=1"))
+    assert 2 in space_of("schedule=zbv", stack=software_figures("fsdp")).values["pp"]
