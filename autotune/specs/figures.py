@@ -200,7 +200,7 @@ class SoftwareFigures(Schema):
     """Half-width of the interval of its time estimates on devices whose figures are fitted, relative; null takes the
     device's."""
     source: str = ""
-    """Where the figures come from."""
+    """What it describes: the release, repository or paper that its facts and the runs behind its factors are from."""
 
 
 class MeasuredFigures(Schema):
