@@ -40,6 +40,8 @@ REDUNDANT = "redundant"
 
 EVEN_STAGES = "stack.even_stages"
 """Counted for combinations whose stages have numbers of layers that the training stack can't be given."""
+_STACK_LIMITS = {"layers_per_stage": EVEN_STAGES, "recompute_period": "stack.recompute_period"}
+"""Outer field -> what combinations are counted under that a training stack can't be told to run."""
 
 _CONDITIONS = {
     name.removeprefix("plan."): text for name, text in IMPLICIT_CONDITIONS.items() if name.startswith("plan.")
@@ -213,6 +215,8 @@ class Expander:
         self.space, self.context = space, context
         # Fields with one value are known from the start; etp = tp is only when tp is.
         self.single = {n for n in (*OUTER_FIELDS, *INNER_FIELDS) if len(space.values[n]) == 1 and n != "etp"}
+        limits = {"layers_per_stage": space.even_stages, "recompute_period": space.whole_periods}
+        self._limited = [name for name, is_limited in limits.items() if is_limited]
         rules = [rule for rule in RULES if rule.scope in space.scopes]
         self._rules = [(rule, fields_read(rule, context)) for rule in rules]
         known = frozenset(f"plan.{name}" for name in (*Plan.model_fields, "dp"))
@@ -268,10 +272,10 @@ class Expander:
             index, columns = index[keep], {key: column[keep] for key, column in columns.items()}
             bound.add(name)
             index, columns = self._filter(index, columns, bound, rules, counts, remaining)
-            if name == "layers_per_stage" and self.space.even_stages:
-                even = _has_even_stages(columns, self.context.model.num_layers)
-                counts.add(EVEN_STAGES, int(np.count_nonzero(~even)) * remaining)
-                index, columns = index[even], {key: column[even] for key, column in columns.items()}
+            if name in self._limited:
+                keep = self._is_built_by_stack(name, columns)
+                counts.add(_STACK_LIMITS[name], int(np.count_nonzero(~keep)) * remaining)
+                index, columns = index[keep], {key: column[keep] for key, column in columns.items()}
         kind, classes = self._classes(columns, rules, counts)
         some = np.array([len(rows) > 0 for rows in classes], dtype=bool)[kind] if len(classes) else kind > 0
         columns, index, kind = {key: column[some] for key, column in columns.items()}, index[some], kind[some]
@@ -344,6 +348,21 @@ class Expander:
         if name == "layers_per_stage":
             return np.broadcast_to(np.array(None, dtype=object), (num_rows,))  # by construction, they sum to the layers
         return as_words(name, codes)
+
+    def _is_built_by_stack(self, name: str, columns: Columns) -> np.ndarray:
+        """``[n]`` bools. ``layers_per_stage``: all stages between the first and the last have as many layers as the
+        largest one. ``recompute_period``: that one has a whole period."""
+        num_layers = self.context.model.num_layers
+        layers = stage_layers(columns["layers_per_stage"], num_layers, columns)
+        largest = layers["largest_stage_layers"]
+        if name == "recompute_period":
+            periodic = columns["recompute"] == words_of("recompute").index("every_k")
+            whole: np.ndarray = ~periodic | (columns["recompute_period"] <= largest)
+            return whole
+        stages = columns["pp"] * columns["virtual_stages"]
+        filled = layers["first_stage_layers"] + layers["last_stage_layers"] + (stages - 2) * largest
+        even: np.ndarray = (stages == 1) | (filled == num_layers)
+        return even
 
     def _redundant_choice(self, name: str, choice: np.ndarray, columns: Columns) -> np.ndarray:
         """``[n]`` bools: the choice of an outer field says what another choice says too."""
@@ -467,15 +486,6 @@ def stage_layers(split: np.ndarray, num_layers: int, columns: Mapping[str, np.nd
         "last_stage_layers": np.where(light, ends, last),
         "largest_stage_layers": np.where(light, largest_middle, largest),
     }
-
-
-def _has_even_stages(columns: Columns, num_layers: int) -> np.ndarray:
-    """``[n]`` bools: all stages between the first and the last have as many layers as the largest one."""
-    layers = stage_layers(columns["layers_per_stage"], num_layers, columns)
-    stages = columns["pp"] * columns["virtual_stages"]
-    filled = layers["first_stage_layers"] + layers["last_stage_layers"] + (stages - 2) * layers["largest_stage_layers"]
-    even: np.ndarray = (stages == 1) | (filled == num_layers)
-    return even
 
 
 def plan_at(columns: PlanColumns, row: int, num_layers: int) -> tuple[Plan, int, int]:

@@ -70,6 +70,8 @@ class PlanSpace:
     """Rules of these scopes remove plans."""
     even_stages: bool = False
     """Whether all stages between the first and the last must have equally many layers (``SoftwareFigures``)."""
+    whole_periods: bool = False
+    """Whether a stage must have as many layers as the recompute period: stacks count recomputed layers by stage."""
 
     @functools.cached_property
     def codes(self) -> dict[str, np.ndarray]:
@@ -166,7 +168,8 @@ def plan_space(
         values |= _pipelines_of(stack, values["schedule"], is_pinned=not PIPELINE_FIELDS.isdisjoint(given))
     values |= given
     even = stack is not None and _needs_even_stages(stack, model) and "layers_per_stage" not in given
-    space = PlanSpace(tuple(int(c) for c in counts), values, frozenset(given), scopes, even)
+    whole = stack is not None and "engine" not in scopes and given.keys().isdisjoint({"recompute", "recompute_period"})
+    space = PlanSpace(tuple(int(c) for c in counts), values, frozenset(given), scopes, even, whole)
     _check_degrees(space)
     return space
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from autotune.cost.columns import words_of
 from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.search.blocks import Expander, Part, plan_at, stage_layers
 from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, check_pipeline_pins, plan_space
@@ -188,7 +189,7 @@ def test_stages_have_equally_many_layers_where_the_stack_needs_it(
     (("schedule=zbv", "pp=1"), "schedule=zbv pp=1 contradict", "pp to 2 or more and virtual_stages=2"),
     (("virtual_stages=2", "pp=1"), "virtual_stages=2 pp=1 contradict", "pp to 2 or more"),
     (("schedule=zbv", "virtual_stages=4"), "zbv runs 2 stages", "virtual_stages=2, or schedule=interleaved_1f1b"),
-    (("schedule=1f1b", "virtual_stages=2,4"), "1f1b runs 1 stage  per rank", "virtual_stages=1, or schedule="),
+    (("schedule=1f1b", "virtual_stages=2,4"), "1f1b runs 1 stage per rank", "virtual_stages=1, or schedule="),
 ])  # fmt: skip
 def test_pins_of_a_pipeline_that_contradict_each_other(pins: tuple[str, ...], message: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -197,3 +198,15 @@ def test_pins_of_a_pipeline_that_contradict_each_other(pins: tuple[str, ...], me
     assert hint in (caught.value.hint or "")
     check_pipeline_pins(space_of("schedule=1f1b,zbv", "pp=1"))
     assert 2 in space_of("schedule=zbv", stack=software_figures("fsdp")).values["pp"]
+
+
+def test_a_stage_has_as_many_layers_as_the_recompute_period() -> None:
+    pins = ("virtual_stages=1", "schedule=1f1b", "pp=1,4,8")
+    space = space_of(*pins, stack=software_figures("default"))
+    expander = Expander(space, RuleContext(MODEL, CLUSTER.num_devices))
+    periodic = [(int(pp), int(period)) for part in expander.parts() for block in [expander.blocks(part)]
+                for pp, kind, period in zip(block.outer["pp"], block.outer["recompute"],
+                                            block.outer["recompute_period"], strict=True)
+                if words_of("recompute")[kind] == "every_k"]  # fmt: skip
+    assert set(periodic) == {(1, 2), (1, 4), (4, 2)}
+    assert not space_of("recompute_period=4", stack=software_figures("default")).whole_periods
