@@ -44,8 +44,8 @@ def element_bytes(c: PlanColumns) -> Number:
     return ELEMENT_BYTES[c.precision]
 
 
-def recomputed_share(c: PlanColumns) -> Number:
-    """Share of the layers that keep their input alone."""
+def recomputed_share(c: PlanColumns) -> np.ndarray:
+    """Share of the layers that keep their input alone, and whose forward pass is done again in the backward pass."""
     return np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
 
 

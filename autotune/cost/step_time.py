@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from autotune.cost.activations import SELECTIVE, recomputed_share
 from autotune.cost.coefficients import Coefficients
-from autotune.cost.columns import PlanColumns, code
+from autotune.cost.columns import PlanColumns
 from autotune.cost.communication import Communication, LinkColumns
 from autotune.cost.compute import ComputeWork, Work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
@@ -17,7 +18,6 @@ from autotune.cost.parts import HIDDEN_PARTS, TIME_PARTS
 from autotune.cost.pipeline import bubble_seconds, send_seconds
 from autotune.cost.shapes import ModelShape, Number
 
-FULL, SELECTIVE, EVERY_K = (code("recompute", word) for word in ("full", "selective", "every_k"))
 STATE_TRAFFIC_BYTES = 24.0
 """Per parameter whose states are in host memory: master copy and two moments in fp32, there and back."""
 KEPT_WIDTHS = 16.0
@@ -225,7 +225,7 @@ def micro_batch_times(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communi
     """The passes of a micro-batch from the work of single blocks and the seconds of single collectives."""
     forward, backward = pass_times(x, c, work, wire, "forward"), pass_times(x, c, work, wire, "backward")
     again_ratio = x.software.recomputes * x.software.recompute_ratio
-    share = recompute_share(c) * again_ratio
+    share = recomputed_share(c) * again_ratio
     blocks, kernels = forward.seconds(), forward.of("kernels")
     selective = (c.recompute == SELECTIVE) * work.attention_again.seconds * again_ratio
     return MicroBatchTimes(
@@ -297,11 +297,6 @@ def compose(x: Scope, c: PlanColumns, work: ComputeWork, wire: Communication) ->
 def launch_seconds(x: Scope) -> Number:
     """Host time of one kernel."""
     return x.device.launch_seconds * x.software.host_ratio * x.coefficients.framework_ratio
-
-
-def recompute_share(c: PlanColumns) -> np.ndarray:
-    """Share of the layers whose forward pass is done again in the backward pass."""
-    return np.where(c.recompute == FULL, 1.0, np.where(c.recompute == EVERY_K, 1 / c.recompute_period, 0.0))
 
 
 def data_parallel(
@@ -392,7 +387,7 @@ def offload_seconds(
     weights = sum(rank_parameters(x.shape, c, own)) / np.where(c.zero_stage >= 3, c.dp_shard, 1)
     tokens = c.micro_batch_size * c.sequence_length / c.cp
     kept = tokens * x.shape.hidden * (own.dense + own.moe)
-    kept = kept * np.where(recompute_share(c) >= 1, 1.0, KEPT_WIDTHS / c.tp)
+    kept = kept * np.where(recomputed_share(c) >= 1, 1.0, KEPT_WIDTHS / c.tp)
     elements = kept * c.offload_activations_ratio + weights * c.offload_parameters_ratio
     traffic = elements * x.device.element_bytes / link
     both = beside(traffic, forward, 1.0, slowdown).plus(beside(traffic, backward, 1.0, slowdown))

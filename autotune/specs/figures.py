@@ -168,7 +168,8 @@ class SoftwareFigures(Schema):
     pads_vocabulary: bool = True
     """Whether the vocabulary is enlarged to a multiple of what matrix units like."""
     recomputes: bool = True
-    """Whether what a plan says is recomputed is in its measured steps; false for figures taken without."""
+    """Whether what a plan says is recomputed is in its measured steps; false for figures taken without, so that
+    recompute costs a plan no time with such a stack."""
     recompute_ratio: Positive = 1.0
     """Time of a forward pass that is done again, relative to the first time: parts of it may be kept or left out."""
     expert_ratio: Positive = 1.0
