@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune.cost.software import software_figures
+from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.search.plan_objectives import PlanObjective, Prices, check_objectives
 from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, check_pipeline_pins, plan_space
 from autotune.specs.cluster import ClusterSpec
@@ -147,7 +147,7 @@ def ask(
         max_memory: What a plan may take of each device, such as ``70GiB``; None for all of it.
         objectives: What is optimised; the first one ranks.
         software: Training stack, a name in ``software.yaml``.
-        engine_only: Only plans that the product's own engine runs.
+        engine_only: Only plans that the product's own engine runs, at its speed whatever ``software`` says.
 
     Raises:
         UserError: Anything that can't be read or that leaves nothing to search.
@@ -157,6 +157,11 @@ def ask(
     if precision is not None:
         texts.append(f"precision={precision}")
     notes = [*check_sequence_length(model, sequence_length), *unpriced_parts(model)]
+    if engine_only and software != OWN_ENGINE:
+        notes.append(
+            f"this project's engine has a speed of its own: that of {OWN_ENGINE} is assumed, not of {software}"
+        )
+        software = OWN_ENGINE
 
     def space_of(batch: int) -> PlanSpace:
         return plan_space(

@@ -263,8 +263,12 @@ def test_several_objectives_give_their_front(folder: Path, capsys: pytest.Captur
 
 
 def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run_json(capsys, "--engine", "--software", "default")
+    assert data["software"] == "paretune"
+    assert "that of paretune is assumed, not of default" in data["notes"][0]
     data = run_json(capsys, "--engine")
     assert data["engine_only"]
+    assert not data["notes"]
     assert data["software"] == "paretune"
     for plan in data["plans"]:
         assert plan["plan"]["recompute"] != "selective"
