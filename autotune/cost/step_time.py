@@ -362,10 +362,10 @@ def rank_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> tuple[Number,
     return outside.on(own), experts.on(own)
 
 
-def updated_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> Number:
-    """Parameters whose states a rank updates: its share under ZeRO of what its blocks hold."""
+def sharded_parameters(s: ModelShape, c: PlanColumns, own: Blocks, from_stage: int) -> Number:
+    """A rank's share of what its blocks hold, of what ZeRO shards from a stage on: states from 1, parameters from 3."""
     shared, experts = rank_parameters(s, c, own)
-    sharded = c.zero_stage >= 1
+    sharded = c.zero_stage >= from_stage
     share = shared / np.where(sharded, c.dp_shard * c.cp, 1)
     result: Number = share + experts / np.where(sharded, np.maximum(c.edp / c.dp_replicate, 1), 1)
     return result
@@ -374,7 +374,7 @@ def updated_parameters(s: ModelShape, c: PlanColumns, own: Blocks) -> Number:
 def optimizer_seconds(x: Scope, c: PlanColumns, own: Blocks, launch: Number) -> Number:
     """The update of a rank's share of the states through memory, and its launches."""
     k = x.coefficients
-    through_memory = updated_parameters(x.shape, c, own) * k.optimizer_bytes / x.device.memory_bytes_per_second
+    through_memory = sharded_parameters(x.shape, c, own, 1) * k.optimizer_bytes / x.device.memory_bytes_per_second
     return through_memory + k.step_kernels * launch
 
 
@@ -383,8 +383,8 @@ def offload_seconds(
 ) -> tuple[Number, Number]:
     """Traffic to host memory: activations beside each pass, parameters before each pass, states around the update."""
     link, slowdown = x.device.host_link_bytes_per_second, x.device.overlap_slowdown_ratio
-    states = c.offload_optimizer_ratio * updated_parameters(x.shape, c, own) * STATE_TRAFFIC_BYTES / link
-    weights = sum(rank_parameters(x.shape, c, own)) / np.where(c.zero_stage >= 3, c.dp_shard, 1)
+    states = c.offload_optimizer_ratio * sharded_parameters(x.shape, c, own, 1) * STATE_TRAFFIC_BYTES / link
+    weights = sharded_parameters(x.shape, c, own, 3)
     tokens = c.micro_batch_size * c.sequence_length / c.cp
     kept = tokens * x.shape.hidden * (own.dense + own.moe)
     kept = kept * np.where(recomputed_share(c) >= 1, 1.0, KEPT_WIDTHS / c.tp)
