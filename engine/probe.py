@@ -101,18 +101,31 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure as one rank of the machine; rank 0 prints the result as one line of JSON."""
+    """Measure as one rank of the machine; rank 0 prints the result as one line of JSON. Does not return.
+
+    Raises:
+        UserError: The device does not exist.
+    """
     if arguments.device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # read when torch is imported
 
     from engine.atomic import write_json
+    from engine.config import RuntimeOptions
+    from engine.context import open_context
+    from engine.plan import Plan
     from engine.probe_machine import measure_machine
 
-    found = measure_machine(arguments.device, arguments.threads, quick=arguments.quick)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    runtime = RuntimeOptions(device=arguments.device, threads_per_rank=arguments.threads)
+    context = open_context(Plan(dp_shard=world), runtime)
+    found = measure_machine(context, arguments.threads, quick=arguments.quick)
     if found is not None:
         if arguments.output:
             write_json(arguments.output, found.to_data())
         print("\n" + json.dumps(found.to_data()), flush=True)
+    context.barrier()  # a rank that leaves while another still talks to it ends badly
+    # The groups of all measured plans are left to the system: taking down so many, gloo's threads sometimes abort.
+    os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

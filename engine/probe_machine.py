@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from engine import probe_collectives as collectives
 from engine import probe_compute as compute
-from engine.config import RuntimeOptions
-from engine.context import ParallelContext, open_context
+from engine.context import ParallelContext
 from engine.data.loader import Loader
 from engine.data.sampler import Sampler
 from engine.data.sequences import TokenSet
 from engine.measurement import Machine, MatmulSample, Measurement, OverlapSample
-from engine.plan import Plan, Precision
+from engine.plan import Precision
 from engine.probe_steps import measure_steps
 from engine.probe_timing import Timer
 
@@ -40,34 +39,25 @@ PROGRESS = "progress:"
 """Beginning of a line on standard error that tells how far the measurement is: JSON with ``done`` and ``what``."""
 
 
-def measure_machine(device: Literal["cpu", "cuda"], threads: int, *, quick: bool) -> Measurement | None:
-    """Measure as one of the ranks that torchrun started (or alone).
+def measure_machine(context: ParallelContext, threads: int, *, quick: bool) -> Measurement | None:
+    """Measure as one of the ranks of ``context``, with so many CPU threads each.
 
     Returns:
         The measurement on rank 0, None on the others.
-
-    Raises:
-        UserError: The device does not exist.
     """
     started, start = datetime.now(UTC), time.perf_counter()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    context = open_context(Plan(dp_shard=world), RuntimeOptions(device=device, threads_per_rank=threads))
     torch.manual_seed(0)
     busy = _Busy()
-    try:
-        found = _parts(context, threads, quick)
-        cpu_seconds = sum(context.gather(busy.own_seconds()))
-        machine = _machine(
-            context,
-            threads,
-            started.isoformat(timespec="seconds"),
-            time.perf_counter() - start,
-            busy.others(cpu_seconds),
-        )
-        context.barrier()  # a rank that leaves while another still talks to it ends badly
-        return Measurement(machine=machine.changed(is_quick=quick), **found) if context.is_main else None
-    finally:
-        context.close()
+    found = _parts(context, threads, quick)
+    cpu_seconds = sum(context.gather(busy.own_seconds()))
+    machine = _machine(
+        context,
+        threads,
+        started.isoformat(timespec="seconds"),
+        time.perf_counter() - start,
+        busy.others(cpu_seconds),
+    )
+    return Measurement(machine=machine.changed(is_quick=quick), **found) if context.is_main else None
 
 
 def _parts(context: ParallelContext, threads: int, quick: bool) -> dict[str, Any]:
