@@ -144,7 +144,6 @@ class SoftwareColumns:
     recompute_ratio: Number
     expert_ratio: Number
     expert_launches: Number
-    dp_overlap_ratio: Number
     imbalance_ratio: Number
     fused_attention: Number
     """1 where attention is one kernel."""

@@ -18,7 +18,7 @@ from autotune.cost.memory import MemoryTable, memory
 from autotune.cost.memory_recipe import recipe
 from autotune.cost.parts import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, Method
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_on, time_interval_ratio
+from autotune.cost.software import software_on, time_interval, time_interval_ratio
 from autotune.cost.step_time import Scope, StepTime, compose
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures, SoftwareFigures
@@ -144,14 +144,14 @@ class Estimator:
         Raises:
             UserError: The cluster has no figures for a precision of the table.
         """
-        interval = time_interval_ratio(self.software, self.figures)
         step = self.step_time(c, same_work=same_work)
         seconds = np.sum(list(step.parts.values()), axis=0)
+        low, high = time_interval(seconds, time_interval_ratio(self.software, self.figures))
         held = self.memory(c) if same_memory is None else _taken(self.memory(same_memory.plans), same_memory.of_row)
         return EstimateTable(
             step_seconds=seconds,
-            step_seconds_low=seconds / (1 + interval),
-            step_seconds_high=seconds * (1 + interval),
+            step_seconds_low=low,
+            step_seconds_high=high,
             memory_bytes=held.memory_bytes,
             memory_bytes_low=held.low_bytes,
             memory_bytes_high=held.high_bytes,

@@ -15,7 +15,7 @@ from autotune.cost.memory import memory
 from autotune.cost.memory_recipe import MemoryRecipe, recipe
 from autotune.cost.published import PublishedRun, columns
 from autotune.cost.shapes import ModelShape
-from autotune.cost.software import software_figures, time_interval_ratio
+from autotune.cost.software import software_figures, time_interval, time_interval_ratio
 from autotune.cost.step_time import Scope
 from autotune.specs.figures import DeviceFigures
 from engine.errors import UserError
@@ -67,7 +67,7 @@ def estimate_runs(runs: Sequence[PublishedRun], software: str | None = None) -> 
     step = step_time(scope, plans)
     seconds = np.sum(list(step.parts.values()), axis=0)
     intervals = np.array([[time_interval_ratio(figure, device) for device in devices] for figure in figures])
-    interval = intervals[stack, machine]
+    low, high = time_interval(seconds, intervals[stack, machine])
     held = memory(
         scope.shape,
         plans,
@@ -79,8 +79,8 @@ def estimate_runs(runs: Sequence[PublishedRun], software: str | None = None) -> 
     )
     return RunEstimates(
         step_seconds=seconds,
-        step_seconds_low=seconds / (1 + interval),
-        step_seconds_high=seconds * (1 + interval),
+        step_seconds_low=low,
+        step_seconds_high=high,
         time=step.parts,
         allocated_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,

@@ -6,6 +6,8 @@ import difflib
 import functools
 from pathlib import Path
 
+import numpy as np
+
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.figures import DeviceFigures, SoftwareFigures
 from engine.errors import UserError
@@ -29,6 +31,11 @@ def time_interval_ratio(stack: SoftwareFigures, device: DeviceFigures) -> float:
     if stack.interval_ratio is None:
         return device.interval_ratio
     return stack.interval_ratio if device.is_fitted else max(stack.interval_ratio, device.interval_ratio)
+
+
+def time_interval(seconds: np.ndarray, half_width_ratio: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Low and high end of step times ``[n]``: errors of time are errors of its logarithm, so the ends are factors."""
+    return seconds / (1 + half_width_ratio), seconds * (1 + half_width_ratio)
 
 
 def software_figures(name: str) -> SoftwareFigures:

@@ -314,7 +314,7 @@ def data_parallel(
         backward: Of its backward pass.
     """
     k = x.coefficients
-    ratio = np.where(c.overlap_dp > 0, k.dp_hidden_ratio * x.software.dp_overlap_ratio, 0.0)
+    ratio = np.where(c.overlap_dp > 0, k.dp_hidden_ratio, 0.0)
     slowdown = x.device.overlap_slowdown_ratio
     scale = x.software.communication_ratio * x.software.dp_communication_ratio
     m = c.num_micro_batches

@@ -176,8 +176,6 @@ class SoftwareFigures(Schema):
     """Time of the experts' grouped products relative to the device's figures."""
     expert_launches: NonNegative = 2.0
     """Kernels of a grouped linear layer for each expert, forward: products and casts are not one for all."""
-    dp_overlap_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the data-parallel communication that may run beside compute, where the plan overlaps it."""
     imbalance_ratio: NonNegative = 0.1
     """Tokens of the fullest expert rank above the mean, relative; benchmarks that force balance have 0."""
     fused_attention: bool = True

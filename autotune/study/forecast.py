@@ -94,13 +94,12 @@ class Forecast:
 
     def of(self, run: RunConfig) -> dict[ObjectiveName, Forecasted]:
         """Objective name -> forecast of a candidate; quality has none."""
-        row = (run.plan, run.hyperparameters.global_batch_size, run.workload.sequence_length)
-        predicted = _predict(self.space, plan_table([row]), run.hyperparameters.optimizer)[0]
+        predicted = _predict(self.space, _table_of(run), run.hyperparameters.optimizer)[0]
         return {name: Forecasted(float(p.value[0]), float(p.low[0]), float(p.high[0])) for name, p in predicted.items()}
 
     def refusal(self, run: RunConfig) -> str:
         """The name under which a candidate is not worth a trial; empty when it is."""
-        table = plan_table([(run.plan, run.hyperparameters.global_batch_size, run.workload.sequence_length)])
+        table = _table_of(run)
         predicted, fits = _predict(self.space, table, run.hyperparameters.optimizer)
         if not fits[0]:
             return MEMORY
@@ -109,6 +108,10 @@ class Forecast:
         rivals = self.rivals.get(_numerics(table, 0))
         costs = [_as_cost(o.name, predicted[o.name]) for o in self.space.objectives if o.name in predicted]
         return DOMINATED if rivals and _surely_beaten(costs, rivals)[0] else ""
+
+
+def _table_of(run: RunConfig) -> PlanTable:
+    return plan_table([(run.plan, run.hyperparameters.global_batch_size, run.workload.sequence_length)])
 
 
 def _predict_all(space: Space, table: PlanTable) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
