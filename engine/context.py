@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.config import RuntimeOptions
 from engine.errors import UserError
+from engine.layout import DENSE_AXES, EXPERT_AXES, axis_groups, dense_ranks, expert_ranks
 from engine.plan import Plan
 
 T = TypeVar("T")
@@ -23,16 +26,17 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass
 class ParallelContext:
-    """One rank of one plan. Axes of degree 1 do not exist in the mesh and cost nothing.
+    """One rank of one plan. Axes of degree 1 have no group and cost nothing.
 
-    Works without a process group when the plan has one rank.
+    Works without a process group when the plan has one rank. The axes are those of ``engine.layout.axis_groups``.
     """
 
     plan: Plan
     device: torch.device
     rank: int = 0
     local_rank: int = 0
-    mesh: DeviceMesh | None = None
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    """The process group of each axis above degree 1 that this rank belongs to."""
     _owns_group: bool = field(default=False, repr=False)
 
     @property
@@ -56,42 +60,78 @@ class ParallelContext:
         return self.coordinate("dp")
 
     @property
+    def cp_rank(self) -> int:
+        """Which part of each sequence is this rank's."""
+        return self.coordinate("cp")
+
+    @property
     def tp_rank(self) -> int:
         """Which slice of each split layer is this rank's."""
         return self.coordinate("tp")
 
     @property
     def pp_rank(self) -> int:
-        """Which pipeline stage is this rank's."""
+        """Which pipeline rank this is."""
         return self.coordinate("pp")
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
-        return self.pp_rank == self.plan.pp - 1
-
     def has_axis(self, axis: str) -> bool:
-        """Whether the mesh has the axis ``dp``, ``tp`` or ``pp`` (degree above 1)."""
-        return self.mesh is not None and axis in (self.mesh.mesh_dim_names or ())
+        """Whether this rank has neighbours along an axis."""
+        return axis in self.groups
 
-    def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of an axis that exists."""
-        assert self.mesh is not None
-        return self.mesh[name]
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of an axis that exists."""
+        return self.groups[axis]
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along an axis; 0 where the axis does not exist."""
-        return self.axis(axis).get_local_rank() if self.has_axis(axis) else 0
+        return dist.get_rank(self.groups[axis]) if axis in self.groups else 0
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis of parameters that exists."""
+        mesh = self.submesh(name)
+        assert mesh is not None, f"the plan has no axis {name}"
+        return mesh
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """The mesh of those of ``axes`` that exist, in this order; None without any.
+
+        Args:
+            axes: Of ``DENSE_AXES`` or of ``EXPERT_AXES``.
+        """
+        found = tuple(axis for axis in axes if axis in self.groups)
+        if not found:
+            return None
+        mesh = self._experts if found[0] in EXPERT_AXES else self._dense
+        assert mesh is not None
+        return mesh[found] if found != mesh.mesh_dim_names else mesh
+
+    @cached_property
+    def _dense(self) -> DeviceMesh | None:
+        return self._mesh(dense_ranks(self.plan), DENSE_AXES)
+
+    @cached_property
+    def _experts(self) -> DeviceMesh | None:
+        return self._mesh(expert_ranks(self.plan), EXPERT_AXES)
+
+    def _mesh(self, ranks: np.ndarray, axes: Sequence[str]) -> DeviceMesh | None:
+        """The mesh of this rank's part of the pipeline, made from the context's groups.
+
+        Args:
+            ranks: [pp, *axes].
+            axes: Their names.
+        """
+        found = tuple(axis for axis in axes if axis in self.groups)
+        if not found:
+            return None
+        here = torch.from_numpy(np.ascontiguousarray(ranks[self.pp_rank].squeeze()))
+        return DeviceMesh.from_group(
+            [self.groups[axis] for axis in found], self.device.type, here, mesh_dim_names=found
+        )
 
     def sum_over_batch(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the data-parallel ranks, in place."""
-        if self.has_axis("dp"):
-            dist.all_reduce(values, group=self.axis("dp").get_group())
+        """Sum over the ranks that hold different tokens, in place."""
+        if self.has_axis("data"):
+            dist.all_reduce(values, group=self.group("data"))
         return values
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
@@ -200,7 +240,7 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
             timeout=time_limit,
             device_id=device if device.type == "cuda" else None,
         )
-    return ParallelContext(plan, device, rank, local_rank, _mesh(plan, device, time_limit), owns_group)
+    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), owns_group)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
@@ -219,23 +259,22 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
     return device
 
 
-def _mesh(plan: Plan, device: torch.device, time_limit: timedelta) -> DeviceMesh | None:
-    """The mesh of the axes above degree 1, in the plan's rank order (mesh dimensions count from the slowest).
+def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis. Axes with the same members share a group.
 
-    Made from groups of our own: those that torch would make for a mesh know no time limit but its default.
+    Made one by one: the groups that torch would make for a mesh know no time limit but its default.
     """
-    degrees = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
-    order: Sequence[str] = [axis for axis in reversed(plan.rank_order.split("-")) if degrees.get(axis, 1) > 1]
-    if not order:
-        return None
+    made: dict[bytes, dist.ProcessGroup] = {}
     world = dist.group.WORLD
-    assert world is not None, "a plan of several ranks has a process group"
-    ranks = torch.arange(plan.world_size).view([degrees[axis] for axis in order])
-    groups = []
-    for dim, size in enumerate(ranks.shape):
-        if size == plan.world_size:
-            groups.append(world)
-        else:
-            members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-            groups.append(dist.new_subgroups_by_enumeration(members, timeout=time_limit)[0])
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(order))
+    groups = {}
+    for axis, members in axis_groups(plan).items():
+        key = members.shape[1].to_bytes(4, "little") + members.tobytes()
+        if key not in made:
+            if members.shape[1] == plan.world_size and (members[0] == np.arange(plan.world_size)).all():
+                assert world is not None, "a plan of several ranks has a process group"
+                made[key] = world
+            else:
+                mine, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=time_limit)
+                made[key] = mine
+        groups[axis] = made[key]
+    return {axis: group for axis, group in groups.items() if group is not None}

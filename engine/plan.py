@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from engine.schema import Schema
-from engine.spec import Count, Ratio
+from engine.spec import Count, CountOrZero, Positive, Ratio
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -62,6 +62,18 @@ class Plan(Schema):
     """Share of the optimizer states kept in host memory."""
     offload_activations_ratio: Ratio = 0.0
     """Share of the saved activations kept in host memory."""
+    cp_attention: Literal["ring", "all_gather"] = "ring"
+    """How context-parallel ranks see each other's keys and values: passed around a ring, or gathered. No effect at
+    cp = 1."""
+    expert_capacity_factor: Positive | None = None
+    """Each expert takes at most so many times its even share of a rank's micro-batch, further tokens pass it by; null
+    drops none."""
+    expert_replicas: CountOrZero = 0
+    """Further copies of the busiest experts of each layer, spread over the expert-parallel ranks."""
+    expert_placement_steps: CountOrZero = 0
+    """Place experts on ranks anew, by forecast load, every so many steps; 0 leaves each where it is."""
+    all_reduce: Literal["native", "topology"] = "native"
+    """How gradients of replicated parameters are summed: by the backend, or along paths that fit the measured links."""
     precision: Precision = "fp32"
     """Matrix-multiply precision; parameters, norms, reductions and states are at least fp32."""
     gradient_compression: Literal["none", "int8", "topk", "int8_topk", "powersgd"] = "none"

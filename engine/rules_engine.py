@@ -145,6 +145,17 @@ _PLAN_RULES = (
         "set ep to 1",
     ),
     _plan_rule(
+        "expert_mesh",
+        "experts lie on whole parts of dp_shard * cp * tp, or on whole multiples of it",
+        lambda c, t: (
+            (t["ep"] > 1)
+            & (t["dp_shard"] * t["cp"] * t["tp"] % (t["ep"] * t["etp"]) != 0)
+            & (t["ep"] * t["etp"] % (t["dp_shard"] * t["cp"] * t["tp"]) != 0)
+        ),
+        "experts over ep {r.ep} * etp {r.etp} beside dp_shard {r.dp_shard} * cp {r.cp} * tp {r.tp}",
+        "make one of the two products divide the other",
+    ),
+    _plan_rule(
         "moe_tp",
         "tensor parallelism splits every expert",
         lambda c, t: (t["tp"] != t["etp"]) & (c.model.moe is not None),

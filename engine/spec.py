@@ -209,6 +209,16 @@ class Hyperparameters(Schema):
     """Largest global gradient norm; null for no clipping."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the embedding, the attention's output and the feed-forward's output."""
+    router_aux_loss_coefficient: NonNegative = 0.0
+    """Weight of the loss that evens out the experts' load; 0 for none."""
+    router_aux_loss_scope: Literal["global", "micro_batch"] = "global"
+    """Whose load that loss looks at: of the previous global batch (the same under every plan), or of each rank's
+    micro-batch."""
+    router_z_loss_coefficient: NonNegative = 0.0
+    """Weight of the loss that keeps router logits small; 0 for none."""
+    expert_bias_rate: NonNegative = 0.0
+    """Step of the selection bias that evens out the experts' load without a loss (needs moe.selection_bias); 0 keeps
+    it as it is."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

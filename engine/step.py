@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.config import RunConfig
@@ -25,6 +25,7 @@ from engine.parallel.data import apply_data_parallel, end_evaluation
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather
+from engine.parallel.stages import rank_stages
 from engine.parallel.tensor import apply_tensor_parallel, settle_gradients, vocab_parallel_loss
 from engine.plan import Plan
 from engine.precision.policy import precision_policy
@@ -60,7 +61,7 @@ class Stepper:
     pp pass the same.
 
     Attributes:
-        parts: The pipeline stages this rank holds (one).
+        parts: The pipeline stages this rank holds, in ascending order.
         optimizer: Its optimizer.
         context: Its place in the plan.
         spec: The architecture, with the vocabulary enlarged to the tokenizer's.
@@ -68,19 +69,17 @@ class Stepper:
         micro_batch_size: Sequences per micro-batch in force.
     """
 
-    parts: list[nn.Module]
-
     def __init__(
-        self, config: RunConfig, context: ParallelContext, spec: ModelSpec, part: Decoder, runner: Runner
+        self, config: RunConfig, context: ParallelContext, spec: ModelSpec, parts: Sequence[Decoder], runner: Runner
     ) -> None:
         self.context = context
         self.spec = spec
-        self.parts = [part]
+        self.parts = list(parts)
         self.generators = Generators(config.runtime.seed, context.device)
         self._config = config
         self._runner = runner
-        self._speaks_for_batch = context.is_last_stage and context.tp_rank == 0
-        self._parameters = dict(part.named_parameters())
+        self._speaks_for_batch = context.tp_rank == 0
+        self._parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
         self.optimizer = build_optimizer(self._parameters, config.hyperparameters)
 
     @classmethod
@@ -96,9 +95,10 @@ class Stepper:
             UserError: The enlarged vocabulary cannot be split over the plan's tp.
         """
         spec = enlarge_vocabulary(config.model, config.plan, vocab_size)
-        part, loss = split_model(config, context, spec)
-        part.to_empty(device=context.device)
-        stepper = cls(config, context, spec, part, make_runner(config, context, spec, part, loss))
+        parts, loss = split_model(config, context, spec)
+        for part in parts:
+            part.to_empty(device=context.device)
+        stepper = cls(config, context, spec, parts, make_runner(config, context, spec, parts, loss))
         stepper._initialise()
         return stepper
 
@@ -133,11 +133,13 @@ class Stepper:
         tokens, labels = tokens.to(context.device), labels.to(context.device)
         valid = context.sum_over_batch((labels != IGNORED).sum())
         num_valid = int(valid.item())
-        self.parts[0].train()
+        for part in self.parts:
+            part.train()
         stream_ranks = (context.dp_rank, context.pp_rank, context.tp_rank if self._config.plan.sequence_parallel else 0)
         with self.generators.stream("dropout", *stream_ranks), loss_parallel():
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
-        settle_gradients(self.parts[0])
+        for part in self.parts:
+            settle_gradients(part)
         if not self._speaks_for_batch:
             loss_share.zero_()
         context.synchronize()
@@ -175,10 +177,12 @@ class Stepper:
         Every rank passes the same number of sequences; a rank that has fewer fills up with labels of -100.
         """
         tokens, labels = tokens.to(self.context.device), labels.to(self.context.device)
-        self.parts[0].eval()
+        for part in self.parts:
+            part.eval()
         with loss_parallel():
             loss_sum = self._runner.evaluate(tokens, labels)
-        end_evaluation(self.parts[0])
+        for part in self.parts:
+            end_evaluation(part)
         if not self._speaks_for_batch:
             loss_sum.zero_()
         sums = self.context.sum_over_world(loss_sum.view(1))
@@ -240,7 +244,7 @@ class Stepper:
     def full_weights(self) -> dict[str, Tensor]:
         """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks. A device holds one whole
         weight at a time, and one rank of each stage keeps a copy."""
-        keeps = self.context.dp_rank == self.context.tp_rank == 0
+        keeps = self.context.dp_rank == self.context.cp_rank == self.context.tp_rank == 0
         weights: dict[str, Tensor] = {}
         for fqn, parameter in self._parameters.items():
             whole = gather(parameter)
@@ -253,8 +257,8 @@ class Stepper:
             fill(parameter, initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape))
 
 
-def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) -> tuple[Decoder, LossFunction]:
-    """This rank's part of the model, split as the plan says and still on the meta device, and the loss of its logits.
+def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) -> tuple[list[Decoder], LossFunction]:
+    """This rank's stages of the model, split as the plan says and still on the meta device, and the loss of its logits.
 
     Args:
         config: The run.
@@ -263,35 +267,37 @@ def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) ->
     """
     plan, hyper = config.plan, config.hyperparameters
     policy = precision_policy(plan.precision)
-    with torch.device("meta"):
-        part = Decoder(
-            spec,
-            layers=plan.stage_layers(spec.num_layers)[context.pp_rank],
-            has_embedding=context.is_first_stage,
-            has_head=context.is_last_stage,
-            dropout=hyper.dropout,
-            compute_dtype=policy.compute,
-        ).to(policy.parameters)
-    apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
-    loss: LossFunction = summed_loss
-    if context.has_axis("tp"):
-        apply_tensor_parallel(part, spec, plan, context.axis("tp"))
-        if plan.vocab_parallel:
-            loss = vocab_parallel_loss(context.axis("tp"))
-    if context.has_axis("dp"):
-        apply_data_parallel(part, plan, policy, context.axis("dp"))
-    return part, loss
+    layers = plan.stage_layers(spec.num_layers)
+    parts = []
+    for stage in rank_stages(plan, context.pp_rank):
+        with torch.device("meta"):
+            part = Decoder(
+                spec,
+                layers=layers[stage],
+                stage=stage,
+                has_embedding=stage == 0,
+                has_head=stage == plan.num_stages - 1,
+                dropout=hyper.dropout,
+                compute_dtype=policy.compute,
+            ).to(policy.parameters)
+        apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
+        if context.has_axis("tp"):
+            apply_tensor_parallel(part, spec, plan, context.axis("tp"))
+        apply_data_parallel(part, plan, policy, context)
+        parts.append(part)
+    split_vocabulary = context.has_axis("tp") and plan.vocab_parallel
+    return parts, vocab_parallel_loss(context.axis("tp")) if split_vocabulary else summed_loss
 
 
 def make_runner(
-    config: RunConfig, context: ParallelContext, spec: ModelSpec, part: Decoder, loss: LossFunction
+    config: RunConfig, context: ParallelContext, spec: ModelSpec, parts: Sequence[Decoder], loss: LossFunction
 ) -> Runner:
-    """What runs the local batch of ``config`` on a part that ``split_model`` made."""
+    """What runs the local batch of ``config`` on the parts that ``split_model`` made."""
     plan = config.plan
     if not context.has_axis("pp"):
-        return AccumulationRunner(part, loss, plan)
+        return AccumulationRunner(parts[0], loss, plan)
     return PipelineRunner(
-        part,
+        parts,
         loss,
         spec,
         context,

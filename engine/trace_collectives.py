@@ -25,6 +25,9 @@ _OPERATIONS = {
 }
 """Part of an operator's name -> operation; the first that fits."""
 
+_AXES = {"tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
+"""Axis of the context -> the plan's axis that it is counted under."""
+
 
 Key = tuple[str, str, int]
 """Kind of a collective: axis, operation, group size."""
@@ -39,8 +42,10 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
-        axes = context.mesh.mesh_dim_names or () if context.mesh else ()
-        self._axes = {context.axis(axis).get_group().group_name: axis for axis in axes}
+        # Axes of the same ranks share a group: the first name that stands for it is the one that is counted under.
+        self._axes = {
+            context.group(axis).group_name: name for axis, name in reversed(_AXES.items()) if context.has_axis(axis)
+        }
         self._counts: dict[Key, list[int]] = {}
 
     def __torch_dispatch__(

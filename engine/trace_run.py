@@ -91,14 +91,15 @@ class DryRun:
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         self._config = config
-        self._context = ValuelessContext(context.plan, context.device, context.rank, context.local_rank, context.mesh)
-        self._part, self._loss = split_model(config, self._context, config.model)
-        for module in self._part.modules():
-            if isinstance(module, Experts):
-                module.loads = equal_loads  # type: ignore[method-assign]
+        self._context = ValuelessContext(context.plan, context.device, context.rank, context.local_rank, context.groups)
+        self._parts, self._loss = split_model(config, self._context, config.model)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._fake:
-            self._part.to_empty(device=context.device)
+        for part in self._parts:
+            for module in part.modules():
+                if isinstance(module, Experts):
+                    module.loads = equal_loads  # type: ignore[method-assign]
+            with self._fake:
+                part.to_empty(device=context.device)
 
     def trace(self) -> RankTrace:
         """Run the steps, and what they show."""
@@ -148,8 +149,8 @@ class DryRun:
         plan, hyper = self._config.plan, self._config.hyperparameters
         local_batch = num_micro_batches * plan.micro_batch_size
         config = self._config.changed(hyperparameters=hyper.changed(global_batch_size=local_batch * plan.dp))
-        runner = make_runner(config, self._context, config.model, self._part, self._loss)
-        stepper = Stepper(config, self._context, config.model, self._part, runner)
+        runner = make_runner(config, self._context, config.model, self._parts, self._loss)
+        stepper = Stepper(config, self._context, config.model, self._parts, runner)
         return stepper, torch.zeros(2, local_batch, config.workload.sequence_length, dtype=torch.int64)
 
     @staticmethod

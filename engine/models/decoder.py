@@ -47,6 +47,7 @@ class Decoder(nn.Module):
     Args:
         spec: The architecture.
         layers: The layers this part holds, numbered over the whole model.
+        stage: Number of this part among the pipeline's stages.
         has_embedding: Whether this part begins with the tokens.
         has_head: Whether this part ends with the logits.
         dropout: Probability on the embedding, the attention's output and the feed-forward's output.
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         *,
         layers: range,
+        stage: int = 0,
         has_embedding: bool = True,
         has_head: bool = True,
         dropout: float = 0.0,
@@ -65,6 +67,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         assert not spec.tied_embeddings or has_embedding == has_head, "tied embeddings live in one part"
+        self.stage = stage
         self.dropout = dropout
         self.compute_dtype = compute_dtype
         rotary = RotaryPositions(spec.head_dim, spec.rope_theta) if spec.positions == "rope" else None

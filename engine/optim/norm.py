@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.context import ParallelContext
+from engine.layout import DENSE_AXES, EXPERT_AXES
 from engine.optim.groups import GROUPS, group_of
 from engine.parallel.shards import local
 from engine.precision.policy import wide
@@ -20,11 +21,14 @@ def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
     Along an axis over which the parameter is split every rank counts; along one over which it is repeated, rank 0.
     Pipeline stages hold different parameters.
     """
+    names: set[str] = set()
     split: set[str] = set()
     if isinstance(parameter, DTensor):
+        names = set(parameter.device_mesh.mesh_dim_names or ())
         placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         split = {axis for axis, placement in placements if not placement.is_replicate()}
-    return all(axis in split or context.coordinate(axis) == 0 for axis in ("dp", "tp"))
+    axes = EXPERT_AXES if names & set(EXPERT_AXES) else DENSE_AXES
+    return all(axis in split or context.coordinate(axis) == 0 for axis in axes)
 
 
 def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> Tensor:

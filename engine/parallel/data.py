@@ -11,21 +11,24 @@ from __future__ import annotations
 import warnings
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from engine.context import ParallelContext
 from engine.models.decoder import Decoder
 from engine.models.layers import Head, Linear
 from engine.plan import Plan
 from engine.precision.policy import PrecisionPolicy
 
 
-def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, mesh: DeviceMesh) -> None:
-    """Shard a model or stage, still on the meta device, over the ``dp`` mesh.
+def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, context: ParallelContext) -> None:
+    """Shard a model or stage, still on the meta device, over the ranks that hold the same parameters.
 
     Groups: the embedding, each block, the last norm with the head. What is left is the root's group: the embedding of
     positions; with tied embeddings, the embedding and the last norm.
     """
+    mesh = context.submesh("dp_replicate", "fsdp")
+    if mesh is None:
+        return
     mixed = MixedPrecisionPolicy(policy.compute, policy.parameters, cast_forward_inputs=False)
     free = plan.zero_stage == 3
     groups: list[nn.Module | list[nn.Module]] = list(part.layers.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class PipelineRunner:
     """Runs this rank's stage on every micro-batch of its data-parallel rank.
 
     Args:
-        part: The stage.
+        parts: The stages.
         loss: Of the last stage's logits.
         spec: The architecture.
         context: This rank's place.
@@ -36,7 +36,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        part: Decoder,
+        parts: Sequence[Decoder],
         loss: LossFunction,
         spec: ModelSpec,
         context: ParallelContext,
@@ -51,14 +51,16 @@ class PipelineRunner:
         self._local_batch = num_micro_batches * plan.micro_batch_size
         self._scale = 1.0
         self._loss = loss
+        (part,) = parts
+        self._first, self._last = part.embedding is not None, part.head is not None
         stage = PipelineStage(
             part,
-            context.pp_rank,
+            part.stage,
             plan.pp,
             context.device,
-            input_args=_input_shape(spec, plan, policy, sequence_length, first=context.is_first_stage),
-            output_args=_output_shape(spec, plan, policy, sequence_length, last=context.is_last_stage),
-            group=context.axis("pp").get_group(),
+            input_args=_input_shape(spec, plan, policy, sequence_length, first=self._first),
+            output_args=_output_shape(spec, plan, policy, sequence_length, last=self._last),
+            group=context.group("pp"),
         )
         self._schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=self._scaled_loss, scale_grads=False)
 
@@ -95,7 +97,7 @@ class PipelineRunner:
 
     def _of_this_stage(self, tokens: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The inputs that only the first stage takes, and the labels that only the last one does."""
-        return (tokens,) if self._context.is_first_stage else (), labels if self._context.is_last_stage else None
+        return (tokens,) if self._first else (), labels if self._last else None
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._loss(logits, labels) * self._scale
@@ -134,12 +136,12 @@ def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> d
     Args:
         weights: Whole weights of this rank's stage, on the CPU; needed on the first rank of each stage alone.
     """
-    if context.dp_rank or context.tp_rank:
+    if context.dp_rank or context.cp_rank or context.tp_rank:
         return {}
     mine = dict(weights)
     if not context.has_axis("pp"):
         return mine
-    group = context.axis("pp").get_group()
+    group = context.group("pp")
     shapes: list[Any] = [None] * context.plan.pp
     dist.all_gather_object(shapes, {fqn: (tuple(w.shape), w.dtype) for fqn, w in mine.items()}, group=group)
     gathered = dict(mine) if context.is_main else {}

@@ -17,8 +17,6 @@ def test_one_process_needs_no_group() -> None:
     context = open_context(Plan(), RuntimeOptions())
     assert (context.world_size, context.rank, context.dp_rank, context.tp_rank, context.pp_rank) == (1, 0, 0, 0, 0)
     assert context.is_main
-    assert context.is_first_stage
-    assert context.is_last_stage
     assert context.broadcast({"a": 1}) == {"a": 1}
     assert context.all_agree(True)
     assert not context.all_agree(False)

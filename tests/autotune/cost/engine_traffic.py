@@ -137,7 +137,7 @@ def count(case: dict[str, Any]) -> dict[str, int]:
 def _count_step(config: RunConfig, context: ParallelContext, tokens: torch.Tensor) -> dict[str, int]:
     stepper = Stepper.build(config, context, vocab_size=1)
     stepper.train_step(tokens, tokens, 0.0)  # the first step also tells shapes
-    axes = {context.axis(a).get_group().group_name: a for a in ("dp", "tp", "pp") if context.has_axis(a)}
+    axes = {context.group(a).group_name: a for a in ("dp", "tp", "pp") if context.has_axis(a)}
     with Traffic(axes) as traffic:
         stepper.train_step(tokens, tokens, 0.0)
     return {key: math.floor(value) for key, value in sorted(traffic.sent.items())}

@@ -116,7 +116,7 @@ def train(
 
 
 def _whole_gradients(stepper: Stepper) -> dict[str, Tensor]:
-    named = stepper.parts[0].named_parameters()
+    named = [item for part in stepper.parts for item in part.named_parameters()]
     return {fqn: gather(parameter.grad).clone() for fqn, parameter in named if parameter.grad is not None}
 
 
@@ -132,7 +132,9 @@ def overflow_on_last_rank(config: RunConfig) -> dict[str, Any]:
     def train_and_overflow(tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
         loss = runner_train(tokens, labels, scale)
         if context.rank == context.world_size - 1:
-            gradients = (local(p.grad) for p in stepper.parts[0].parameters() if p.grad is not None and p.ndim > 1)
+            gradients = (
+                local(p.grad) for part in stepper.parts for p in part.parameters() if p.grad is not None and p.ndim > 1
+            )
             next(gradient for gradient in gradients if gradient.numel()).fill_(float("inf"))
         return loss
 
@@ -180,5 +182,5 @@ def dropout_draws(config: RunConfig) -> dict[str, Any]:
 def time_limits(config: RunConfig) -> dict[str, Any]:
     """Seconds after which a collective operation along each axis is given up."""
     context = open_context(config.plan, config.runtime)
-    groups = {axis: context.axis(axis).get_group() for axis in ("dp", "tp")}
+    groups = {axis: context.group(axis) for axis in ("dp", "tp")}
     return {axis: group._get_backend(context.device).options._timeout.seconds for axis, group in groups.items()}
