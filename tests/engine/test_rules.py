@@ -104,6 +104,12 @@ CASES = [
     Case("fp8.dims", {"precision": "fp8"}, length=50, others=others("engine.precision")),
     Case("positions.max", model={"positions": "learned", "max_positions": 32}),
     Case("world.devices", {"tp": 2, "dp_shard": 2}, devices=3),
+    Case(
+        "engine.expert_mesh",
+        {"ep": 3, "dp_replicate": 3, "dp_shard": 2},
+        {"moe": MOE | {"num_experts": 6}},
+        others=others("engine.ep", "engine.dp_replicate"),
+    ),
     Case("engine.mla", model={"latent_attention": LATENT}),
     Case("engine.attention_sinks", model={"attention_sinks": True}),
     Case("engine.rope_scaling", model={"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),

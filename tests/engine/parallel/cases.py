@@ -20,11 +20,11 @@ LENGTH = 16
 GLOBAL_BATCH = 12
 NUM_STEPS = 3
 LEARNING_RATE = 0.1
-VOCAB = 62
+VOCAB = 61
 
 _LLAMA = {
     "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48,
-    "vocab_size": VOCAB,
+    "vocab_size": 62,
 }  # fmt: skip
 _BIASED = {
     "norm": "layernorm", "positions": "learned", "mlp": "plain", "activation": "gelu_tanh", "num_kv_heads": 4,
@@ -48,7 +48,7 @@ def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]
     return RunConfig(
         model=MODELS[model],
         workload=Workload(sequence_length=LENGTH, total_tokens=GLOBAL_BATCH * LENGTH * NUM_STEPS),
-        hyperparameters=Hyperparameters(global_batch_size=GLOBAL_BATCH, **hyperparameters),
+        hyperparameters=Hyperparameters(**{"global_batch_size": GLOBAL_BATCH, **hyperparameters}),
         plan=Plan(**{"precision": "fp64", "micro_batch_size": micro_batch_size, **plan}),
         runtime=RuntimeOptions(seed=3),
     )
@@ -59,15 +59,15 @@ def build(config: RunConfig) -> Stepper:
     return Stepper.build(config, open_context(config.plan, config.runtime), vocab_size=1)
 
 
-def batch(step: int, context: ParallelContext) -> tuple[Tensor, Tensor]:
-    """This rank's slice of global batch ``step``. Valid labels are spread unevenly over sequences, so over ranks and
-    micro-batches; the last sequences have none."""
+def batch(step: int, context: ParallelContext, size: int = GLOBAL_BATCH) -> tuple[Tensor, Tensor]:
+    """This rank's slice of global batch ``step`` of ``size`` sequences. Valid labels are spread unevenly over sequences,
+    so over ranks and micro-batches; some sequences, the last among them, have none."""
     draws = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=draws)
-    labels = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=draws)
-    for sequence in range(GLOBAL_BATCH):
-        labels[sequence, max(LENGTH - 2 * sequence, 0) :] = IGNORED
-    size = GLOBAL_BATCH // context.dp_size
+    tokens = torch.randint(0, VOCAB, (size, LENGTH), generator=draws)
+    labels = torch.randint(0, VOCAB, (size, LENGTH), generator=draws)
+    for sequence in range(size):
+        labels[sequence, max(LENGTH - 2 * (sequence % GLOBAL_BATCH), 0) :] = IGNORED
+    size //= context.dp_size
     part = slice(context.dp_rank * size, (context.dp_rank + 1) * size)
     return tokens[part], labels[part]
 
@@ -89,9 +89,9 @@ def train(
         end; the loss on another batch.
     """
     stepper = build(config)
-    context = stepper.context
+    context, size = stepper.context, config.hyperparameters.global_batch_size
     if load:
-        stepper.evaluate(*batch(0, context))  # what an evaluation gathered must not outlive the load
+        stepper.evaluate(*batch(0, context, size))  # what an evaluation gathered must not outlive the load
         state = stepper.state_dict()
         dcp.load(state, checkpoint_id=load, no_dist=context.world_size == 1)
         stepper.load_state_dict(state)
@@ -99,12 +99,12 @@ def train(
     hook = stepper.optimizer.register_step_pre_hook(lambda *_: gradients.update(_whole_gradients(stepper)))
     results = []
     for step in range(first_step, last_step):
-        results.append(stepper.train_step(*batch(step, context), LEARNING_RATE))
+        results.append(stepper.train_step(*batch(step, context, size), LEARNING_RATE))
         hook.remove()
     if save:
         dcp.save(stepper.state_dict(), checkpoint_id=save, no_dist=context.world_size == 1)
     # The last sequence has no valid label: without it nothing changes but the shape, which no longer divides evenly.
-    held_out = [tensor[: len(tensor) - (context.dp_size == 1)] for tensor in batch(99, context)]
+    held_out = [tensor[: len(tensor) - (context.dp_size == 1)] for tensor in batch(99, context, size)]
     return {
         "losses": torch.tensor([result.loss for result in results], dtype=torch.float64),
         "grad_norms": torch.tensor([result.grad_norm for result in results], dtype=torch.float64),
