@@ -165,8 +165,7 @@ def _active_moe_weights(spec: ModelSpec, moe: MoESpec) -> int:
 
 def _mean_context(spec: ModelSpec, layer: int, sequence_length: int, causal: bool) -> float:
     """Tokens that one token attends to in block ``layer``, on average over the sequence."""
-    windowed = spec.sliding_window and (spec.sliding_layers is None or layer in spec.sliding_layers)
-    window = min(spec.sliding_window, sequence_length) if windowed and spec.sliding_window else sequence_length
+    window = min(spec.window_of(layer) or sequence_length, sequence_length)
     if not causal:
         return window
     return window - window * (window - 1) / 2 / sequence_length

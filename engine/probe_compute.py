@@ -21,7 +21,7 @@ from engine.plan import Precision
 from engine.precision.linear import linear
 from engine.precision.policy import precision_policy
 from engine.probe_timing import Timer, drop_gradients
-from engine.spec import Hyperparameters, ModelSpec
+from engine.spec import Hyperparameters
 
 MatmulShape = tuple[int, int, int]
 """Rows (tokens), inputs and outputs of a linear layer."""
@@ -116,7 +116,7 @@ def measure_stream(timer: Timer, precision: Precision, sizes: Sequence[int]) -> 
         x = _random(timer, precision, rows, WIDTH).requires_grad_()
         other = _random(timer, precision, rows, WIDTH).requires_grad_()
         gradient = torch.ones_like(x)
-        norm = Norm(_spec()).to(timer.context.device, precision_policy(precision).parameters)
+        norm = Norm(WIDTH, 1e-5).to(timer.context.device, precision_policy(precision).parameters)
         labels = torch.randint(VOCABULARY, (1, max(elements // VOCABULARY, 1)), device=timer.context.device)
         logits = _random(timer, precision, 1, labels.shape[1], VOCABULARY).requires_grad_()
 
@@ -193,9 +193,3 @@ def measure_host_link(timer: Timer, num_bytes: int = 2**28) -> float | None:
 
 def _random(timer: Timer, precision: Precision, *shape: int) -> Tensor:
     return torch.randn(*shape, device=timer.context.device).to(precision_policy(precision).compute)
-
-
-def _spec() -> ModelSpec:
-    return ModelSpec(
-        num_layers=1, hidden_size=WIDTH, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=WIDTH, vocab_size=VOCABULARY
-    )

@@ -151,6 +151,10 @@ class ModelSpec(Schema):
             return False
         return (layer - self.moe.num_dense_layers + 1) % self.moe.layer_period == 0
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that one token of block ``layer`` (from 0) attends to at most; null for no limit."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
 
 class DataSpec(Schema):
     """Where the text comes from and how it becomes tokens."""

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.layers import Attention, FeedForward, Head, Linear, Norm, RotaryPositions, initial_std
+from engine.models.attention import Attention
+from engine.models.layers import FeedForward, Head, Linear, Norm, initial_std
 from engine.models.moe import MixtureOfExperts
+from engine.models.positions import Positions, RotaryPositions
 from engine.rng import derive_seed
 from engine.spec import ModelSpec
 
@@ -19,9 +21,9 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, rotary: RotaryPositions | None, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.attention_norm = Norm(spec)
-        self.attention = Attention(spec, rotary)
-        self.ffn_norm = Norm(spec)
+        self.attention_norm = _norm(spec)
+        self.attention = Attention(spec, layer, rotary)
+        self.ffn_norm = _norm(spec)
         if spec.moe is not None and spec.is_moe_layer(layer):
             self.moe = MixtureOfExperts(spec, spec.moe)
         else:
@@ -70,15 +72,24 @@ class Decoder(nn.Module):
         self.stage = stage
         self.dropout = dropout
         self.compute_dtype = compute_dtype
-        rotary = RotaryPositions(spec.head_dim, spec.rope_theta) if spec.positions == "rope" else None
+        self.token_positions = Positions()
+        self.rotary = None
+        if spec.positions == "rope":
+            self.rotary = RotaryPositions(spec.head_dim, spec.rope_theta, self.token_positions)
         learned = has_embedding and spec.positions == "learned"
         self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size) if has_embedding else None
         self.positions = nn.Embedding(spec.max_positions, spec.hidden_size) if learned else None
-        self.layers = nn.ModuleDict({str(layer): Block(spec, layer, rotary, dropout) for layer in layers})
-        self.norm = Norm(spec) if has_head else None
+        self.layers = nn.ModuleDict({str(layer): Block(spec, layer, self.rotary, dropout) for layer in layers})
+        self.norm = _norm(spec) if has_head else None
         self.head: nn.Module | None = None
         if has_head:
             self.head = Head() if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    def use_positions(self, positions: Positions) -> None:
+        """Ask ``positions`` where tokens stand from now on, for rotary and learned positions alike."""
+        self.token_positions = positions
+        if self.rotary is not None:
+            self.rotary.use_positions(positions)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens int64 [B, L], or hidden states [B, L, H] without an embedding, to logits [B, L, V], or hidden states
@@ -96,9 +107,14 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         x = self.embedding(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device)[None])
+            x = x + self.positions(self.token_positions.ids(tokens.shape[1], tokens.device)[None])
         x = x.to(self.compute_dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def _norm(spec: ModelSpec) -> Norm:
+    """A norm of the residual stream."""
+    return Norm(spec.hidden_size, spec.norm_eps, spec.norm)
 
 
 def initial_value(spec: ModelSpec, seed: int, fqn: str, shape: torch.Size) -> Tensor:

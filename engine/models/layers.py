@@ -1,4 +1,4 @@
-"""The building blocks of the decoder. Shapes: B sequences, L tokens, H hidden size, D head dimension, T = B·L.
+"""The building blocks of the decoder. Shapes: B sequences, L tokens, H hidden size, V vocabulary.
 
 Modules compute in the dtype of their input and round their parameters to it; see ``engine.precision.policy``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +37,16 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, computed in at least fp32."""
+    """RMSNorm or LayerNorm over the last dimension, computed in at least fp32."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, size: int, eps: float, kind: Literal["rmsnorm", "layernorm"] = "rmsnorm") -> None:
         super().__init__()
-        self.eps = spec.norm_eps
-        self.weight = nn.Parameter(torch.ones(spec.hidden_size))
-        self.bias = nn.Parameter(torch.zeros(spec.hidden_size)) if spec.norm == "layernorm" else None
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, L, H] to [B, L, H]."""
+        """[..., size] to the same."""
         dtype = wide(x.dtype)
         weight = self.weight.to(x.dtype).to(dtype)
         if self.bias is None:
@@ -59,63 +60,6 @@ class Head(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """[B, L, H] and the embedding [V, H] to logits [B, L, V]."""
         return linear(x, weight.to(x.dtype))
-
-
-class RotaryPositions:
-    """Rotary positions in Hugging Face's half-split convention: dimension i is paired with i + D/2.
-
-    The tables are kept for the last length asked for; every layer asks for the same.
-    """
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        self._head_dim = head_dim
-        self._theta = theta
-        self._key: tuple[int, torch.device, torch.dtype] | None = None
-        self._tables: tuple[Tensor, Tensor] | None = None
-
-    def _tables_for(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every angle, each [L, D], the second half repeating the first."""
-        key = (length, like.device, like.dtype)
-        if self._tables is None or self._key != key:
-            dtype = wide(like.dtype)
-            exponents = torch.arange(0, self._head_dim, 2, dtype=dtype, device=like.device) / self._head_dim
-            positions = torch.arange(length, dtype=dtype, device=like.device)
-            angles = torch.outer(positions, self._theta**-exponents).repeat(1, 2)
-            self._key, self._tables = key, (angles.cos().to(like.dtype), angles.sin().to(like.dtype))
-        return self._tables
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """[B, heads, L, D] to the same, each pair turned by its position's angle."""
-        cos, sin = self._tables_for(x.shape[-2], x)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class Attention(nn.Module):
-    """Causal attention with grouped queries. The number of heads follows from the width of the projections' output."""
-
-    def __init__(self, spec: ModelSpec, rotary: RotaryPositions | None) -> None:
-        super().__init__()
-        self.head_dim = spec.head_dim
-        self.rotary = rotary
-        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.query = Linear(spec.hidden_size, query_size, bias=spec.qkv_bias)
-        self.key = Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
-        self.value = Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
-        self.out = Linear(query_size, spec.hidden_size, bias=spec.attention_out_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, L, H] to [B, L, H]."""
-        query, key, value = (self._heads(projection(x)) for projection in (self.query, self.key, self.value))
-        if self.rotary is not None:
-            query, key = self.rotary.rotate(query), self.rotary.rotate(key)
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, L, heads·D] to [B, heads, L, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
