@@ -31,12 +31,15 @@ _BIASED = {
     "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "max_positions": 32,
 }  # fmt: skip
 _MOE = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
+_MATRIX = _LLAMA | {"num_layers": 4, "vocab_size": VOCAB}
 MODELS: dict[str, ModelSpec] = {
     "llama": ModelSpec(**_LLAMA),
     "llama-tied": ModelSpec(**_LLAMA, tied_embeddings=True),
     "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
     "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
     "moe": ModelSpec(**_LLAMA, moe=_MOE),
+    "matrix-dense": ModelSpec(**_MATRIX, tied_embeddings=True),
+    "matrix-moe": ModelSpec(**_MATRIX, moe=_MOE | {"num_dense_layers": 1, "shared_ffn_size": 16}),
     "moe-some": ModelSpec(**_LLAMA, moe=_MOE | {"num_dense_layers": 1, "layer_period": 2}),
 }
 
@@ -60,8 +63,8 @@ def build(config: RunConfig) -> Stepper:
 
 
 def batch(step: int, context: ParallelContext, size: int = GLOBAL_BATCH) -> tuple[Tensor, Tensor]:
-    """This rank's slice of global batch ``step`` of ``size`` sequences. Valid labels are spread unevenly over sequences,
-    so over ranks and micro-batches; some sequences, the last among them, have none."""
+    """This rank's slice of global batch ``step`` of ``size`` sequences. Valid labels are spread unevenly over
+    sequences, so over ranks and micro-batches; some sequences, the last among them, have none."""
     draws = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCAB, (size, LENGTH), generator=draws)
     labels = torch.randint(0, VOCAB, (size, LENGTH), generator=draws)

@@ -16,6 +16,7 @@ import pytest
 
 from engine.config import RuntimeOptions
 from tests.engine.parallel.cases import run_config, train
+from tests.engine.parallel.compare import EVERYTHING, largest_difference
 from tests.engine.parallel.launch import Case, result, run_cases
 
 pytestmark = pytest.mark.dist
@@ -133,18 +134,10 @@ def reference(model: str, hyperparameters: tuple[tuple[str, Any], ...], precisio
 
 def assert_same(given: dict[str, Any], expected: dict[str, Any], keys: list[str], tolerance: float) -> None:
     """Each value equal to within ``tolerance`` of the largest expected value of its kind."""
-    for key in keys:
-        if isinstance(expected[key], dict):
-            pairs = {fqn: (given[key][fqn], tensor) for fqn, tensor in expected[key].items()}
-            assert given[key].keys() == expected[key].keys()
-        else:
-            pairs = {key: (given[key], expected[key][-len(given[key]) :])}
-        largest = max(float(tensor.abs().max()) for _, tensor in pairs.values())
-        for name, (value, tensor) in pairs.items():
-            assert float((value - tensor).abs().max()) <= tolerance * largest, f"{key}: {name}"
+    difference = largest_difference(given, expected, keys)
+    assert difference.ratio <= tolerance, difference
 
 
-EVERYTHING = ["losses", "grad_norms", "group_norms", "gradients", "parameters", "evaluation"]
 AFTERWARDS = ["losses", "grad_norms", "parameters", "evaluation"]
 
 
