@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.errors import UserError
+from engine.rope import scaling_of
 from engine.rule import Rule, Violated, explain_few_micro_batches, kv_heads
 from engine.spec import ModelSpec
 
@@ -37,32 +39,32 @@ def _unbuilt_routing(model: ModelSpec) -> str:
     return f"routers with {', '.join(told)}" if told else ""
 
 
+def _is_plain_swiglu(model: ModelSpec) -> bool:
+    return model.activation == "clamped_swiglu" and model.mlp == "plain"
+
+
+def _unbuilt_rope_scaling(model: ModelSpec) -> str:
+    try:
+        scaling_of(model)
+    except UserError as error:
+        return f"{error.message} ({error.hint})"
+    return ""
+
+
 _ANOTHER_MODEL = "choose a model without it; plans for such a model can be searched, but not trained here"
 
 _MODEL_RULES = (
     _model_rule(
-        "mla",
-        "attention is grouped-query attention",
-        lambda m: "multi-head latent attention" if m.latent_attention else "",
-        _ANOTHER_MODEL,
-    ),
-    _model_rule(
-        "attention_sinks",
-        "attention has no sinks",
-        lambda m: "attention sinks" if m.attention_sinks else "",
-        _ANOTHER_MODEL,
+        "latent_attention",
+        "latent attention has no norms of query and key heads",
+        lambda m: "norms of query and key heads in latent attention" if m.latent_attention and m.qk_norm else "",
+        "set model.qk_norm to false",
     ),
     _model_rule(
         "rope_scaling",
-        "rotary positions are not scaled",
-        lambda m: f"scaled rotary positions {m.rope_scaling}" if m.rope_scaling else "",
-        "set model.rope_scaling to null (it matters for sequences beyond the original length)",
-    ),
-    _model_rule(
-        "qk_norm",
-        "query and key heads are not normalised",
-        lambda m: "norms of query and key heads" if m.qk_norm else "",
-        "set model.qk_norm to false, or choose a model without it",
+        "rotary positions are plain, or scaled in a known way",
+        _unbuilt_rope_scaling,
+        "correct or remove model.rope_scaling",
     ),
     _model_rule(
         "shared_experts",
@@ -85,26 +87,15 @@ _MODEL_RULES = (
     ),
     _model_rule(
         "activation",
-        "the activation is silu, gelu, gelu_tanh or relu",
-        lambda m: f"the activation {m.activation}" if m.activation == "clamped_swiglu" else "",
-        "set model.activation to silu, gelu, gelu_tanh or relu",
+        "clamped_swiglu is the activation of gated feed-forwards",
+        lambda m: "a plain feed-forward with clamped_swiglu" if _is_plain_swiglu(m) else "",
+        "set model.mlp to gated, or model.activation to silu, gelu, gelu_tanh or relu",
     ),
     _model_rule(
         "mtp",
         "there are no multi-token-prediction layers",
         lambda m: f"multi-token prediction (num_mtp_layers {m.num_mtp_layers})" if m.num_mtp_layers else "",
         "set model.num_mtp_layers to 0",
-    ),
-    Rule(
-        "engine.sliding_window",
-        "engine",
-        "the attention window is not shorter than the sequence",
-        lambda c, t: t["sequence_length"] > (c.model.sliding_window or np.inf),
-        lambda c, r: (
-            f"the engine does not build attention windows, sequence_length {r.sequence_length} exceeds the window of"
-            f" {c.model.sliding_window} tokens",
-            f"set sequence_length to {c.model.sliding_window} or less, or model.sliding_window to null",
-        ),
     ),
 )
 
@@ -129,13 +120,6 @@ _PLAN_RULES = (
         lambda c, t: t["dp_replicate"] > 1,
         "replicated data parallelism (dp_replicate {r.dp_replicate})",
         "set dp_replicate to 1 and multiply dp_shard by {r.dp_replicate}",
-    ),
-    _plan_rule(
-        "cp",
-        "the sequence is not split between ranks",
-        lambda c, t: t["cp"] > 1,
-        "context parallelism (cp {r.cp})",
-        "set cp to 1 and use tp, pp or dp_shard",
     ),
     _plan_rule(
         "ep",

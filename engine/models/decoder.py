@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.attention import Attention
+from engine.models.latent import LatentAttention
 from engine.models.layers import FeedForward, Head, Linear, Norm, initial_std
-from engine.models.moe import MixtureOfExperts
 from engine.models.positions import Positions, RotaryPositions
+from engine.moe.layer import MixtureOfExperts
 from engine.rng import derive_seed
 from engine.spec import ModelSpec
 
@@ -22,7 +23,9 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.attention_norm = _norm(spec)
-        self.attention = Attention(spec, layer, rotary)
+        self.attention = (
+            LatentAttention(spec, layer, rotary) if spec.latent_attention else Attention(spec, layer, rotary)
+        )
         self.ffn_norm = _norm(spec)
         if spec.moe is not None and spec.is_moe_layer(layer):
             self.moe = MixtureOfExperts(spec, spec.moe)
@@ -51,7 +54,8 @@ class Decoder(nn.Module):
         layers: The layers this part holds, numbered over the whole model.
         stage: Number of this part among the pipeline's stages.
         has_embedding: Whether this part begins with the tokens.
-        has_head: Whether this part ends with the logits.
+        has_head: Whether this part ends with the logits. With tied embeddings, a part that does not begin with the
+            tokens holds a copy of the embedding for it, under the same name.
         dropout: Probability on the embedding, the attention's output and the feed-forward's output.
         compute_dtype: Dtype of the activations between layers.
     """
@@ -68,16 +72,15 @@ class Decoder(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        assert not spec.tied_embeddings or has_embedding == has_head, "tied embeddings live in one part"
         self.stage = stage
+        self.takes_tokens = has_embedding
         self.dropout = dropout
         self.compute_dtype = compute_dtype
         self.token_positions = Positions()
-        self.rotary = None
-        if spec.positions == "rope":
-            self.rotary = RotaryPositions(spec.head_dim, spec.rope_theta, self.token_positions)
+        self.rotary = RotaryPositions(spec, self.token_positions) if spec.positions == "rope" else None
         learned = has_embedding and spec.positions == "learned"
-        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size) if has_embedding else None
+        holds_embedding = has_embedding or (has_head and spec.tied_embeddings)
+        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size) if holds_embedding else None
         self.positions = nn.Embedding(spec.max_positions, spec.hidden_size) if learned else None
         self.layers = nn.ModuleDict({str(layer): Block(spec, layer, self.rotary, dropout) for layer in layers})
         self.norm = _norm(spec) if has_head else None
@@ -94,7 +97,7 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens int64 [B, L], or hidden states [B, L, H] without an embedding, to logits [B, L, V], or hidden states
         [B, L, H] without a head."""
-        if self.embedding is not None:
+        if self.takes_tokens:
             x = self._embed(x)
         for block in self.layers.values():
             x = block(x)

@@ -24,7 +24,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""The activations built, by the name in ModelSpec."""
+"""Activations of one argument, by the name in ModelSpec."""
+
+_SWIGLU_LIMIT = 7.0
+_SWIGLU_SLOPE = 1.702
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gated activation: ``gate · sigmoid(1.702 · gate) · (up + 1)`` with the gate at most 7 and ``up`` within
+    ±7."""
+    gate = gate.clamp(max=_SWIGLU_LIMIT)
+    return gate * torch.sigmoid(_SWIGLU_SLOPE * gate) * (up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1)
+
+
+def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a gated feed-forward makes of gate and up, by the name in ModelSpec: ``act(gate) · up``, or
+    ``clamped_swiglu``."""
+    if name == "clamped_swiglu":
+        return clamped_swiglu
+    activation = ACTIVATIONS[name]
+    return lambda gate, up: activation(gate) * up
 
 
 class Linear(nn.Linear):
@@ -63,24 +82,34 @@ class Head(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated (``down(act(gate(x)) * up(x))``) or plain (``down(act(up(x)))``) feed-forward."""
+    """Gated (``down(act(gate(x)) * up(x))``) or plain (``down(act(up(x)))``) feed-forward.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Args:
+        spec: The architecture.
+        ffn_size: Width; the spec's when None.
+    """
+
+    def __init__(self, spec: ModelSpec, ffn_size: int | None = None) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
-        self.gate = Linear(spec.hidden_size, spec.ffn_size, bias=spec.mlp_bias) if spec.mlp == "gated" else None
-        self.up = Linear(spec.hidden_size, spec.ffn_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.ffn_size, spec.hidden_size, bias=spec.mlp_bias)
+        width = ffn_size or spec.ffn_size
+        self.gate: Linear | None = None
+        if spec.mlp == "gated":
+            self.gate = Linear(spec.hidden_size, width, bias=spec.mlp_bias)
+            self.combine = gating(spec.activation)
+        else:
+            self.activation = ACTIVATIONS[spec.activation]
+        self.up = Linear(spec.hidden_size, width, bias=spec.mlp_bias)
+        self.down = Linear(width, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, H] to [B, L, H]."""
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.combine(self.gate(x), self.up(x)))
 
 
 def initial_std(fqn: str, num_layers: int) -> float:
     """Standard deviation of a weight matrix at the start: 0.02, projections back into the residual stream scaled by
     1/sqrt(2·layers) (GPT-2)."""
-    into_residual = fqn.endswith((".attention.out.weight", ".ffn.down.weight", ".experts.down"))
+    into_residual = fqn.endswith((".attention.out.weight", ".ffn.down.weight", ".shared.down.weight", ".experts.down"))
     return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.precision.policy import wide
+from engine.rope import rotation
+from engine.spec import ModelSpec
 
 
 class Positions:
@@ -25,14 +27,14 @@ class Positions:
 
 
 class RotaryPositions:
-    """Rotary positions in Hugging Face's half-split convention: dimension i is paired with i + D/2.
+    """Rotary positions, scaled as the architecture says. Dimension i is paired with i + D/2 (Hugging Face's half-split
+    convention).
 
     The tables are kept for the last length asked for; every layer asks for the same.
     """
 
-    def __init__(self, head_dim: int, theta: float, positions: Positions) -> None:
-        self._head_dim = head_dim
-        self._theta = theta
+    def __init__(self, spec: ModelSpec, positions: Positions) -> None:
+        self._spec = spec
         self._positions = positions
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -47,10 +49,11 @@ class RotaryPositions:
         key = (length, like.device, like.dtype)
         if self._tables is None or self._key != key:
             dtype = wide(like.dtype)
-            exponents = torch.arange(0, self._head_dim, 2, dtype=dtype, device=like.device) / self._head_dim
-            positions = self._positions.ids(length, like.device).to(dtype)
-            angles = torch.outer(positions, self._theta**-exponents).repeat(1, 2)
-            self._key, self._tables = key, (angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+            turning = rotation(self._spec, self._positions.whole_length(length))
+            frequencies = torch.tensor(turning.frequencies, dtype=dtype, device=like.device)
+            angles = torch.outer(self._positions.ids(length, like.device).to(dtype), frequencies).repeat(1, 2)
+            cos, sin = (turning.amplitude * table for table in (angles.cos(), angles.sin()))
+            self._key, self._tables = key, (cos.to(like.dtype), sin.to(like.dtype))
         return self._tables
 
     def rotate(self, x: Tensor) -> Tensor:
