@@ -260,7 +260,8 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
 
 
 def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis. Axes with the same members share a group.
+    """This rank's group along each axis. Axes with the same members share a group, but for ``cp``: what attention waits
+    for must not queue behind parameters and gradients.
 
     Made one by one: the groups that torch would make for a mesh know no time limit but its default.
     """
@@ -268,9 +269,10 @@ def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
     world = dist.group.WORLD
     groups = {}
     for axis, members in axis_groups(plan).items():
-        key = members.shape[1].to_bytes(4, "little") + members.tobytes()
+        alone = axis == "cp"
+        key = bytes([alone]) + members.shape[1].to_bytes(4, "little") + members.tobytes()
         if key not in made:
-            if members.shape[1] == plan.world_size and (members[0] == np.arange(plan.world_size)).all():
+            if not alone and members.shape[1] == plan.world_size and (members[0] == np.arange(plan.world_size)).all():
                 assert world is not None, "a plan of several ranks has a process group"
                 made[key] = world
             else:

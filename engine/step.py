@@ -21,8 +21,11 @@ from engine.models.loss import IGNORED, summed_loss
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
+from engine.optim.sharded import OptimizerShards
+from engine.parallel.context_parallel import apply_context_parallel, split_sequences
 from engine.parallel.data import apply_data_parallel, end_evaluation
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
+from engine.parallel.replicated import GradientReducer
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather
 from engine.parallel.stages import rank_stages
@@ -80,7 +83,9 @@ class Stepper:
         self._runner = runner
         self._speaks_for_batch = context.tp_rank == 0
         self._parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
-        self.optimizer = build_optimizer(self._parameters, config.hyperparameters)
+        self._shards = OptimizerShards(self._parameters, context)
+        self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters)
+        self._reducer = GradientReducer(self._parameters, context, overlap=config.plan.overlap_dp)
 
     @classmethod
     def build(cls, config: RunConfig, context: ParallelContext, vocab_size: int) -> Stepper:
@@ -130,14 +135,20 @@ class Stepper:
         """
         start = time.perf_counter()
         context = self.context
-        tokens, labels = tokens.to(context.device), labels.to(context.device)
+        tokens, labels = split_sequences(context, tokens.to(context.device), labels.to(context.device))
         valid = context.sum_over_batch((labels != IGNORED).sum())
         num_valid = int(valid.item())
         for part in self.parts:
             part.train()
-        stream_ranks = (context.dp_rank, context.pp_rank, context.tp_rank if self._config.plan.sequence_parallel else 0)
+        stream_ranks = (
+            context.coordinate("data"),
+            context.pp_rank,
+            context.tp_rank if self._config.plan.sequence_parallel else 0,
+        )
         with self.generators.stream("dropout", *stream_ranks), loss_parallel():
+            self._reducer.begin_step(len(tokens) // self.micro_batch_size)
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
+        self._reducer.reduce_gradients()
         for part in self.parts:
             settle_gradients(part)
         if not self._speaks_for_batch:
@@ -150,7 +161,8 @@ class Stepper:
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not skipped:
             self._update(grad_norm, learning_rate)
-        self.optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
         context.synchronize()
         return StepResult(
             loss=loss if math.isfinite(loss) else None,
@@ -168,7 +180,9 @@ class Stepper:
             scale_gradients(self._parameters, clip_norm / grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._shards.take_gradients()
         self.optimizer.step()
+        self._shards.gather()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> tuple[float, int]:
@@ -176,7 +190,8 @@ class Stepper:
 
         Every rank passes the same number of sequences; a rank that has fewer fills up with labels of -100.
         """
-        tokens, labels = tokens.to(self.context.device), labels.to(self.context.device)
+        device = self.context.device
+        tokens, labels = split_sequences(self.context, tokens.to(device), labels.to(device))
         for part in self.parts:
             part.eval()
         with loss_parallel():
@@ -198,8 +213,8 @@ class Stepper:
             "model": {fqn: parameter.detach() for fqn, parameter in self._parameters.items()},
             "optimizer": {
                 f"{fqn}.{name}": value
-                for fqn, parameter in self._parameters.items()
-                for name, value in self.optimizer.state[parameter].items()
+                for fqn, tensor in self._shards.tensors.items()
+                for name, value in self.optimizer.state[tensor].items()
             },
         }
 
@@ -283,6 +298,7 @@ def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) ->
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
         if context.has_axis("tp"):
             apply_tensor_parallel(part, spec, plan, context.axis("tp"))
+        apply_context_parallel(part, plan, context)
         apply_data_parallel(part, plan, policy, context)
         parts.append(part)
     split_vocabulary = context.has_axis("tp") and plan.vocab_parallel

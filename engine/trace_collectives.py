@@ -25,7 +25,7 @@ _OPERATIONS = {
 }
 """Part of an operator's name -> operation; the first that fits."""
 
-_AXES = {"tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
+_AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
 """Axis of the context -> the plan's axis that it is counted under."""
 
 

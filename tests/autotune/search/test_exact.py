@@ -256,7 +256,7 @@ def test_rules_count_and_our_engine_is_told_apart() -> None:
     assert free.counts.removed["schedule.virtual_stages"] > 0
     ours = search(model, CLUSTER, medium_space(model, scopes=("universal", "engine")), num_processes=1)
     assert not any(ours.front.not_built)
-    assert ours.counts.removed["engine.cp"] > 0
+    assert any(rule.startswith("engine.") and number > 0 for rule, number in ours.counts.removed.items())
 
 
 def test_when_nothing_fits_the_closest_are_told() -> None:
