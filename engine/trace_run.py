@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from engine.config import RunConfig
 from engine.context import ParallelContext, open_context
 from engine.errors import UserError
-from engine.models.moe import Experts
+from engine.moe.experts import Experts
 from engine.optim.groups import GROUPS
 from engine.step import Stepper, make_runner, split_model
 from engine.torch_private import FakeTensorMode, pipelines_without_handshake, shapes_inferred_aside

@@ -95,7 +95,7 @@ class FeedForward(nn.Module):
         self.gate: Linear | None = None
         if spec.mlp == "gated":
             self.gate = Linear(spec.hidden_size, width, bias=spec.mlp_bias)
-            self.combine = gating(spec.activation)
+            self.combine = gated_activation(spec.activation)
         else:
             self.activation = ACTIVATIONS[spec.activation]
         self.up = Linear(spec.hidden_size, width, bias=spec.mlp_bias)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from engine.models.decoder import Decoder
 from engine.models.loss import IGNORED
-from engine.models.moe import Experts
+from engine.moe.experts import Experts
 from engine.parallel.runner import LossFunction
 from engine.parallel.shards import local
 from engine.plan import Plan
