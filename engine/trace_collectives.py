@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from engine.context import ParallelContext
 from engine.torch_private import TorchDispatchMode, collective_group
@@ -44,7 +45,7 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         # Axes of the same ranks share a group: the first name that stands for it is the one that is counted under.
         self._axes = {
-            context.group(axis).group_name: name for axis, name in reversed(_AXES.items()) if context.has_axis(axis)
+            _members(context.group(axis)): name for axis, name in reversed(_AXES.items()) if context.has_axis(axis)
         }
         self._counts: dict[Key, list[int]] = {}
 
@@ -58,7 +59,7 @@ class CollectiveCounter(TorchDispatchMode):
         if group is not None:
             # The whole is an input of a scatter and the output of a gather.
             whole = max(sum(map(_num_bytes, _tensors(value))) for value in (*args, result))
-            key = (self._axes.get(group.group_name, "world"), _operation(function), group.size())
+            key = (self._axes.get(_members(group), "world"), _operation(function), group.size())
             count = self._counts.setdefault(key, [0, 0])
             count[0] += 1
             count[1] += whole
@@ -81,6 +82,11 @@ def collective_use(key: Key, calls: float, message_bytes: float) -> CollectiveUs
         message_bytes=message_bytes,
         sent_bytes=others * message_bytes,
     )
+
+
+def _members(group: ProcessGroup) -> tuple[int, ...]:
+    """What tells groups apart: several may be of the same ranks."""
+    return tuple(get_process_group_ranks(group))
 
 
 def _operation(function: Any) -> str:

@@ -15,6 +15,7 @@ from engine.parallel.shards import gather, local
 from engine.plan import Plan
 from engine.spec import Hyperparameters, ModelSpec, Workload
 from engine.step import Stepper
+from engine.trace_collectives import CollectiveCounter
 
 LENGTH = 16
 GLOBAL_BATCH = 12
@@ -187,3 +188,13 @@ def time_limits(config: RunConfig) -> dict[str, Any]:
     context = open_context(config.plan, config.runtime)
     groups = {axis: context.group(axis) for axis in ("dp", "tp")}
     return {axis: group._get_backend(context.device).options._timeout.seconds for axis, group in groups.items()}
+
+
+def collectives(config: RunConfig) -> dict[str, Any]:
+    """Calls and message bytes of every kind of collective in a step after the first, as each rank counts them."""
+    stepper = build(config)
+    context, size = stepper.context, config.hyperparameters.global_batch_size
+    stepper.train_step(*batch(0, context, size), LEARNING_RATE)
+    with CollectiveCounter(context) as counter:
+        stepper.train_step(*batch(1, context, size), LEARNING_RATE)
+    return {"ranks": context.gather({" ".join(map(str, key)): count for key, count in counter.counts().items()})}
