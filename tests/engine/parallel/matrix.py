@@ -154,6 +154,39 @@ def cells() -> list[Cell]:
     return list({one.name: one for one in found}.values())
 
 
+def sample() -> list[Cell]:
+    """Cells for the tests: every axis, every schedule, and the combinations that are most often wrong elsewhere."""
+    single = [cell((axis,), recompute=axis in ("zero2", "cp2", "ep2")) for axis in AXES if axis not in SCHEDULES]
+    schedules = [cell((axis,), name, recompute=True) for axis, names in SCHEDULES.items() for name in names]
+    pairs = [
+        cell(("zero1", "tp2+sp")),
+        cell(("hybrid", "tp2+sp")),
+        cell(("dp2", "vpp2"), "interleaved_zero_bubble"),  # gradients of a split backward pass
+        cell(("zero1", "vpp2"), "zbv"),
+        cell(("zero3", "vpp2"), "dualpipev", recompute=True),
+        cell(("zero2", "pp2"), "1f1b"),
+        cell(("tp2+sp", "pp2"), "1f1b", recompute=True),
+        cell(("tp2+sp", "vpp2"), "zbv"),  # tied embeddings, a split vocabulary
+        cell(("cp2", "tp2+sp"), recompute=True),
+        cell(("cp2", "zero3"), cp_attention="all_gather"),
+        cell(("cp2", "vpp2"), "interleaved_1f1b"),
+        cell(("ep2", "zero3"), recompute=True),
+        cell(("ep2", "zero1")),
+        cell(("ep2", "tp2+sp")),
+        cell(("ep2", "tp2"), etp=2),
+        cell(("ep2", "cp2")),
+        cell(("ep2", "pp2"), "1f1b", recompute=True),
+        cell(("ep2", "vpp2"), "zbv"),
+    ]
+    triples = [
+        cell(("zero3", "tp2+sp", "pp2"), "1f1b"),
+        cell(("zero2", "ep2", "vpp2"), "interleaved_zero_bubble"),
+        cell(("ep2", "tp2+sp", "pp2"), "1f1b"),
+        cell(("zero3", "ep2", "cp2"), recompute=True),
+    ]
+    return [*single, *schedules, *pairs, *triples]
+
+
 @cache
 def reference(model: str) -> dict[str, Any]:
     """What one process gives on whole batches."""
