@@ -32,12 +32,15 @@ _BIASED = {
     "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "max_positions": 32,
 }  # fmt: skip
 _MOE = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
+_LATENT = {"query_rank": 12, "kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 7}
 _MATRIX = _LLAMA | {"num_layers": 4, "vocab_size": VOCAB}
 MODELS: dict[str, ModelSpec] = {
     "llama": ModelSpec(**_LLAMA),
     "llama-tied": ModelSpec(**_LLAMA, tied_embeddings=True),
     "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
     "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
+    "windows": ModelSpec(**_LLAMA, sliding_window=5, sliding_layers=[0, 2], attention_sinks=True, qk_norm=True),
+    "latent": ModelSpec(**(_LLAMA | {"num_kv_heads": 4}), latent_attention=_LATENT),
     "moe": ModelSpec(**_LLAMA, moe=_MOE),
     "matrix-dense": ModelSpec(**_MATRIX, tied_embeddings=True),
     "matrix-moe": ModelSpec(**_MATRIX, moe=_MOE | {"num_dense_layers": 1, "shared_ffn_size": 16}),
