@@ -115,13 +115,6 @@ def _plan_rule(feature: str, summary: str, violated: Violated, told: str, change
 
 _PLAN_RULES = (
     _plan_rule(
-        "dp_replicate",
-        "data parallelism shards parameters",
-        lambda c, t: t["dp_replicate"] > 1,
-        "replicated data parallelism (dp_replicate {r.dp_replicate})",
-        "set dp_replicate to 1 and multiply dp_shard by {r.dp_replicate}",
-    ),
-    _plan_rule(
         "ep",
         "experts are not spread over ranks",
         lambda c, t: t["ep"] > 1,
@@ -161,13 +154,6 @@ _PLAN_RULES = (
         lambda c, r: explain_few_micro_batches(c, r, r.pp),
     ),
     _plan_rule(
-        "zero_stage",
-        "sharding is ZeRO stage 2 or 3",
-        lambda c, t: (t["dp_shard"] > 1) & (t["zero_stage"] < 2),
-        "zero_stage {r.zero_stage} over dp_shard {r.dp_shard}",
-        "set zero_stage to 2 or 3",
-    ),
-    _plan_rule(
         "recompute",
         "recompute is none, full or every_k",
         lambda c, t: t["recompute"] == "selective",
@@ -202,10 +188,10 @@ _PLAN_RULES = (
     ),
     _plan_rule(
         "overlap",
-        "overlap is on for dp and pp, off for tp",
-        lambda c, t: ~t["overlap_dp"] | t["overlap_tp"] | ~t["overlap_pp"],
-        "overlap_dp {r.overlap_dp}, overlap_tp {r.overlap_tp}, overlap_pp {r.overlap_pp}",
-        "set overlap_dp and overlap_pp to true and overlap_tp to false",
+        "overlap is on for pp, off for tp",
+        lambda c, t: t["overlap_tp"] | ~t["overlap_pp"],
+        "overlap_tp {r.overlap_tp}, overlap_pp {r.overlap_pp}",
+        "set overlap_pp to true and overlap_tp to false",
     ),
     _plan_rule(
         "kv_replication",

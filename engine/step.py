@@ -112,6 +112,10 @@ class Stepper:
         """Sequences per micro-batch in force."""
         return self._runner.micro_batch_size
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are there now of what this rank holds of the parameters."""
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
     def set_micro_batch(self, size: int) -> None:
         """Use micro-batches of ``size`` sequences from the next step on; the global batch stays.
 

@@ -21,8 +21,8 @@ from engine.traced import MemoryPart
 Owners = Mapping[MemoryPart, Iterable[torch.Tensor]]
 """Tensors by part; a storage belongs to the first part that names it."""
 
-_SHARDING = ("_allgather_base_", "_reduce_scatter_base_")
-"""Collectives of sharded parameters, whose inputs and outputs are buffers unless somebody owns them."""
+_SHARDING = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+"""Collectives of data parallelism, whose inputs and outputs are buffers unless somebody owns them."""
 
 
 class OwnedStorageTracker(LiveStorageTracker):
@@ -110,8 +110,7 @@ def kept(stepper: Stepper, batch: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _gradients(stepper: Stepper) -> Iterator[torch.Tensor]:
     """Gradients of the shards, and of gathered parameters before they are reduced."""
-    for group in stepper.optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
+    yield from stepper.gradients()
     for part in stepper.parts:
         for parameter in fsdp_parameters(part):
             whole = getattr(parameter, "_unsharded_param", None)

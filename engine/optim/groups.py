@@ -23,3 +23,8 @@ def group_of(fqn: str) -> str:
 def decays(fqn: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: to matrices, not to norms, biases and the embedding of positions."""
     return parameter.ndim > 1 and not fqn.startswith("positions.")
+
+
+def of_experts(fqn: str) -> bool:
+    """Whether a parameter belongs to routed experts, whose ranks are seen as ``engine.layout.EXPERT_AXES``."""
+    return ".moe.experts." in fqn

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from engine.context import ParallelContext
 from engine.layout import DENSE_AXES, EXPERT_AXES
 from engine.optim.groups import GROUPS, group_of
-from engine.parallel.shards import local
+from engine.parallel.shards import local, split_axes
 from engine.precision.policy import wide
 
 
@@ -21,28 +21,26 @@ def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
     Along an axis over which the parameter is split every rank counts; along one over which it is repeated, rank 0.
     Pipeline stages hold different parameters.
     """
-    names: set[str] = set()
-    split: set[str] = set()
-    if isinstance(parameter, DTensor):
-        names = set(parameter.device_mesh.mesh_dim_names or ())
-        placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        split = {axis for axis, placement in placements if not placement.is_replicate()}
+    names = set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+    split = split_axes(parameter)
     axes = EXPERT_AXES if names & set(EXPERT_AXES) else DENSE_AXES
     return all(axis in split or context.coordinate(axis) == 0 for axis in axes)
 
 
 def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> Tensor:
     """This rank's share of the squared gradient norm of each of ``GROUPS``, fp64 [len(GROUPS)]; the sum over all ranks
-    is the whole. Not finite if any gradient here is not."""
+    is the whole. Not finite if any gradient here is not, whichever rank counts it."""
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
+    counted: dict[str, list[float]] = {group: [] for group in GROUPS}
     for fqn, parameter in parameters.items():
-        if parameter.grad is not None and counts_here(parameter, context):
+        if parameter.grad is not None:
             gradients[group_of(fqn)].append(local(parameter.grad))
+            counted[group_of(fqn)].append(float(counts_here(parameter, context)))
     shares = torch.zeros(len(GROUPS), dtype=torch.float64, device=context.device)
-    for index, members in enumerate(gradients.values()):
+    for index, (members, weights) in enumerate(zip(gradients.values(), counted.values(), strict=True)):
         if members:
             norms = torch._foreach_norm(members, 2.0, dtype=wide(members[0].dtype))
-            shares[index] = torch.stack(norms).double().square().sum()
+            shares[index] = torch.stack(norms).double().square() @ shares.new_tensor(weights)
     return shares
 
 

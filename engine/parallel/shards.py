@@ -14,6 +14,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def split_axes(tensor: Tensor) -> set[str]:
+    """The mesh axes over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return {axis for axis, placement in axes if not placement.is_replicate()}
+
+
+def with_local(tensor: DTensor, part: Tensor) -> DTensor:
+    """The tensor with another part on this rank, sharing the part's storage."""
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def local_slice(whole: Tensor, split: Tensor) -> Tensor:
     """The part of ``whole`` that this rank holds of ``split``, a tensor of the same full shape."""
     if not isinstance(split, DTensor):
