@@ -37,6 +37,7 @@ class Interrupted(BaseException):
 # Parts of messages of plain RuntimeErrors, as PyTorch 2.13 (allocators, gloo, NCCL, the store) words them.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 _TIMED_OUT = ("timed out", "timeout")
+_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 _COMMUNICATION = ("gloo", "nccl", "collective", "recv", "send", "store", "wait", "barrier", "socket", "operation")
 
 
@@ -47,6 +48,21 @@ def classify(error: BaseException) -> OutcomeKind:
         if kind is not None:
             return kind
     return "infra"
+
+
+def communication_failure(error: BaseException) -> tuple[OutcomeKind, str] | None:
+    """The kind and description of a failure to communicate, if ``error`` or what it was caused by is one.
+
+    A peer that does not answer in time is a ``hang``. One that is gone is ``infra``: it ended by a failure of its own,
+    which its own rank reports if it can, and which this effect must not outweigh.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, RuntimeError) and any(part in str(cause).lower() for part in _LOST_PEER):
+            return "infra", describe(cause)
+        kind = _kind_of(cause)
+        if kind is not None:
+            return ("hang", describe(cause)) if kind == "hang" and not isinstance(cause, RunFailure) else None
+    return None
 
 
 def describe(error: BaseException) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "FakeTensorMode",
     "StridedShard",
     "TorchDispatchMode",
+    "accumulate_fsdp_gradients",
     "collective_group",
     "fsdp_parameters",
     "pipelines_without_handshake",
@@ -43,6 +44,15 @@ def fsdp_parameters(part: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 yield from group.fsdp_params
+
+
+def accumulate_fsdp_gradients(part: nn.Module) -> None:
+    """Add gradients that were just made to those of earlier micro-batches, in the dtype that gradients are reduced in:
+    what fully_shard does after a backward pass, but not after one for weights alone."""
+    for parameter in fsdp_parameters(part):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 @contextmanager

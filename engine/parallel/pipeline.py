@@ -1,36 +1,56 @@
-"""Pipeline parallelism: one stage per rank, run by torch's 1F1B schedule with shapes that are known beforehand."""
+"""Pipeline parallelism: this rank's stages, run by torch's schedules with shapes that are known beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from engine.context import ParallelContext
 from engine.errors import UserError
+from engine.failures import RunFailure, communication_failure
 from engine.models.decoder import Decoder
-from engine.models.loss import IGNORED
+from engine.parallel.pipeline_stage import Stage
 from engine.parallel.runner import LossFunction
+from engine.parallel.stages import stage_rank
 from engine.plan import Plan
 from engine.precision.policy import PrecisionPolicy
 from engine.spec import ModelSpec
 
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+"""torch's schedule by the word in Plan. The first two take one stage, the others a list of stages."""
+
 
 class PipelineRunner:
-    """Runs this rank's stage on every micro-batch of its data-parallel rank.
+    """Runs this rank's stages on every micro-batch of its data-parallel rank.
 
     Args:
-        parts: The stages.
+        parts: The stages, in ascending order.
         loss: Of the last stage's logits.
         spec: The architecture.
         context: This rank's place.
         policy: Dtypes.
-        num_micro_batches: Per step; at least the number of stages (rule ``pp.micro_batches``).
+        num_micro_batches: Per step; as many as the schedule needs (rules ``engine.micro_batches``,
+            ``pp.micro_batches``, ``schedule.whole_rounds``).
         sequence_length: Tokens per sequence.
     """
 
@@ -48,21 +68,32 @@ class PipelineRunner:
         plan = context.plan
         self.micro_batch_size = plan.micro_batch_size
         self._context = context
-        self._local_batch = num_micro_batches * plan.micro_batch_size
+        self._parts = list(parts)
         self._scale = 1.0
         self._loss = loss
-        (part,) = parts
-        self._first, self._last = part.embedding is not None, part.head is not None
-        stage = PipelineStage(
-            part,
-            part.stage,
-            plan.pp,
-            context.device,
-            input_args=_input_shape(spec, plan, policy, sequence_length, first=self._first),
-            output_args=_output_shape(spec, plan, policy, sequence_length, last=self._last),
-            group=context.group("pp"),
+        self._takes_tokens = any(part.takes_tokens for part in parts)
+        self._has_head = any(part.head is not None for part in parts)
+        self._hidden = _hidden(spec, plan, policy, sequence_length)
+        tokens = torch.empty(plan.micro_batch_size, sequence_length // plan.cp, dtype=torch.int64, device="meta")
+        # The logits stay on their rank: torch asks for their form, but has no use for it.
+        logits = torch.empty(0, dtype=policy.compute, device="meta", requires_grad=True)
+        self._stages = [
+            Stage(
+                part,
+                context,
+                inputs=tokens if part.takes_tokens else self._hidden,
+                outputs=self._hidden if part.head is None else logits,
+            )
+            for part in parts
+        ]
+        self._schedule = SCHEDULES[plan.schedule](
+            self._stages[0] if plan.virtual_stages == 1 else self._stages,
+            num_micro_batches,
+            loss_fn=self._scaled_loss,
+            scale_grads=False,
         )
-        self._schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=self._scaled_loss, scale_grads=False)
+        for stage in self._stages:
+            stage.check_place()
 
     def set_micro_batch(self, size: int) -> None:
         """See ``Runner``; only the size in force is possible."""
@@ -73,31 +104,100 @@ class PipelineRunner:
             )
 
     def train(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """See ``Runner``."""
+        """See ``Runner``.
+
+        Raises:
+            RunFailure: A neighbour did not answer in time or is gone; the detail names stage, action and micro-batch.
+        """
         self._scale = scale
         losses: list[Tensor] = []
-        inputs, targets = self._of_this_stage(tokens, labels)
-        self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        for stage in self._stages:
+            stage.start()
+        with self._naming(self._standing):
+            self._schedule.step(
+                *((tokens,) if self._takes_tokens else ()),
+                target=labels if self._has_head else None,
+                losses=losses,
+                return_outputs=False,
+            )
         return self._total(losses)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """See ``Runner``. The batch is filled up with ignored sequences to the schedule's fixed shape."""
-        self._scale = 1.0
+        """See ``Runner``. Forward passes alone need no schedule: a stage takes all micro-batches, then the next one of
+        this rank does. Any number of sequences will do.
+
+        Raises:
+            RunFailure: As ``train``.
+        """
+        size = self.micro_batch_size
+        micro_batches = list(zip(tokens.split(size), labels.split(size), strict=True))
         losses: list[Tensor] = []
-        batches = zip(tokens.split(self._local_batch), labels.split(self._local_batch), strict=True)
-        for some_tokens, some_labels in batches:
-            missing = self._local_batch - len(some_tokens)
-            inputs, targets = self._of_this_stage(
-                F.pad(some_tokens, (0, 0, 0, missing)), F.pad(some_labels, (0, 0, 0, missing), value=IGNORED)
-            )
-            of_batch: list[Tensor] = []  # the schedule empties the list it is given
-            self._schedule.eval(*inputs, target=targets, losses=of_batch, return_outputs=False)
-            losses += of_batch
+        sends: list[dist.Work] = []
+        handed_on: list[Tensor] = []
+        where = ""
+        with self._naming(lambda: where):
+            for part in self._parts:
+                arrivals = self._arrivals(part, [len(some) for some, _ in micro_batches], handed_on)
+                handed_on = []
+                for number, (some_tokens, some_labels) in enumerate(micro_batches):
+                    where = f"stage {part.stage} waited for the forward of micro-batch {number} of an evaluation"
+                    output = part(some_tokens if part.takes_tokens else next(arrivals))
+                    if part.head is not None:
+                        losses.append(self._loss(output, some_labels))
+                    elif self._rank(part.stage + 1) == self._context.pp_rank:
+                        handed_on.append(output)
+                    else:
+                        sends.append(self._send(output, part.stage + 1))
+            where = f"stage {self._parts[-1].stage} waited for what it had sent in an evaluation to be taken"
+            for work in sends:
+                work.wait()
         return self._total(losses)
 
-    def _of_this_stage(self, tokens: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The inputs that only the first stage takes, and the labels that only the last one does."""
-        return (tokens,) if self._first else (), labels if self._last else None
+    def _arrivals(self, part: Decoder, sizes: Sequence[int], handed_on: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The inputs of a stage, of so many sequences each, as they come in; room for all is made at once."""
+        if part.takes_tokens or self._rank(part.stage - 1) == self._context.pp_rank:
+            return iter(handed_on)
+        group, source = self._context.group("pp"), self._rank(part.stage - 1)
+        buffers = [
+            torch.empty(size, *self._hidden.shape[1:], dtype=self._hidden.dtype, device=self._context.device)
+            for size in sizes
+        ]
+        works = [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers]
+        return (_arrived(work, buffer) for work, buffer in zip(works, buffers, strict=True))
+
+    def _send(self, output: Tensor, stage: int) -> dist.Work:
+        work = dist.isend(output.contiguous(), group=self._context.group("pp"), group_dst=self._rank(stage))
+        assert work is not None
+        return work
+
+    def _rank(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return stage_rank(self._context.plan, stage)
+
+    @contextmanager
+    def _naming(self, standing: Callable[[], str]) -> Iterator[None]:
+        """Turn an error of communication into a failure that says where this rank stood."""
+        try:
+            yield
+        except Exception as error:
+            failure = communication_failure(error)
+            if failure is None:
+                raise
+            kind, description = failure
+            raise RunFailure(kind, f"{standing()}: {description}") from error
+
+    def _standing(self) -> str:
+        """What this rank was doing or waiting for, in words."""
+        # What torch has asked for ahead of time, and does not wait for yet.
+        ahead = {
+            (kind, *place)
+            for kind, name in (("forward", "fwd_recv_ops"), ("backward", "bwd_recv_ops"))
+            for place in getattr(self._schedule, name, ())
+        }
+        for stage in self._stages:
+            if told := stage.doing() or stage.waiting(ahead):
+                return told
+        return f"pipeline rank {self._context.pp_rank} waited for what its stages had sent to be taken"
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._loss(logits, labels) * self._scale
@@ -108,26 +208,17 @@ class PipelineRunner:
         return torch.stack(losses).detach().double().sum()
 
 
+def _arrived(work: dist.Work | None, buffer: Tensor) -> Tensor:
+    if work is not None:
+        work.wait()
+    return buffer
+
+
 def _hidden(spec: ModelSpec, plan: Plan, policy: PrecisionPolicy, sequence_length: int) -> Tensor:
     """What passes between stages: [micro-batch, L, H], the sequence split where the plan splits it."""
-    length = sequence_length // plan.tp if plan.sequence_parallel else sequence_length
+    length = sequence_length // plan.cp // (plan.tp if plan.sequence_parallel else 1)
     shape = (plan.micro_batch_size, length, spec.hidden_size)
     return torch.empty(shape, dtype=policy.compute, device="meta", requires_grad=True)
-
-
-def _input_shape(spec: ModelSpec, plan: Plan, policy: PrecisionPolicy, sequence_length: int, *, first: bool) -> Tensor:
-    if first:
-        return torch.empty(plan.micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
-    return _hidden(spec, plan, policy, sequence_length)
-
-
-def _output_shape(spec: ModelSpec, plan: Plan, policy: PrecisionPolicy, sequence_length: int, *, last: bool) -> Tensor:
-    if last:
-        vocab = spec.vocab_size // plan.tp if plan.vocab_parallel else spec.vocab_size
-        return torch.empty(
-            plan.micro_batch_size, sequence_length, vocab, dtype=policy.compute, device="meta", requires_grad=True
-        )
-    return _hidden(spec, plan, policy, sequence_length)
 
 
 def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
