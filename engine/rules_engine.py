@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.errors import UserError
 from engine.rope import scaling_of
-from engine.rule import Rule, Violated, explain_few_micro_batches, kv_heads
+from engine.rule import Rule, Violated, explain_few_micro_batches
 from engine.spec import ModelSpec
 
 # -------------------------------------------------------------------------------------------- engine: models not built
@@ -194,18 +194,11 @@ _PLAN_RULES = (
         "set overlap_pp to true and overlap_tp to false",
     ),
     _plan_rule(
-        "kv_replication",
-        "tp is at most the number of key and value heads",
-        lambda c, t: t["tp"] > kv_heads(c.model),
-        "key and value heads held by several ranks: tp {r.tp} exceeds {c.model.num_kv_heads} heads",
-        "set tp to {c.model.num_kv_heads} or less",
-    ),
-    _plan_rule(
-        "vocab_padding",
-        "with vocab_parallel, tp divides the vocabulary",
-        lambda c, t: t["vocab_parallel"] & (c.model.vocab_size % t["tp"] != 0),
-        "a vocabulary of {c.model.vocab_size} split over tp {r.tp}, which does not divide it",
-        "set vocab_parallel to false, or pad model.vocab_size to a multiple of {r.tp}",
+        "vocab_rows",
+        "with vocab_parallel, every tensor-parallel rank has rows of the vocabulary",
+        lambda c, t: t["vocab_parallel"] & (c.model.vocab_size <= (t["tp"] - 1) ** 2),
+        "tensor-parallel ranks without any of a vocabulary's {c.model.vocab_size} rows (tp {r.tp})",
+        "set vocab_parallel to false, or tp to a smaller degree",
     ),
     _plan_rule(
         "tied_pp",

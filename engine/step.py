@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from engine.config import RunConfig
 from engine.context import ParallelContext
@@ -29,8 +28,16 @@ from engine.parallel.replicated import GradientReducer
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather
 from engine.parallel.stages import rank_stages
-from engine.parallel.tensor import apply_tensor_parallel, settle_gradients, vocab_parallel_loss
-from engine.plan import Plan
+from engine.parallel.tensor import apply_tensor_parallel, settle_gradients
+from engine.parallel.tied import (
+    by_model_name,
+    model_name,
+    rank_parameters,
+    restore_copies,
+    sum_tied_gradients,
+    without_copies,
+)
+from engine.parallel.vocabulary import SplitLoss
 from engine.precision.policy import precision_policy
 from engine.rng import Generators
 from engine.spec import ModelSpec
@@ -82,7 +89,7 @@ class Stepper:
         self._config = config
         self._runner = runner
         self._speaks_for_batch = context.tp_rank == 0
-        self._parameters = {fqn: parameter for part in parts for fqn, parameter in part.named_parameters()}
+        self._parameters = rank_parameters(parts)
         self._shards = OptimizerShards(self._parameters, context)
         self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters)
         self._reducer = GradientReducer(self._parameters, context, overlap=config.plan.overlap_dp)
@@ -95,11 +102,8 @@ class Stepper:
             config: A run that passed ``engine.rules.check_run``.
             context: From ``open_context`` with the same plan.
             vocab_size: Of the tokenizer; the model's vocabulary is enlarged to it when smaller.
-
-        Raises:
-            UserError: The enlarged vocabulary cannot be split over the plan's tp.
         """
-        spec = enlarge_vocabulary(config.model, config.plan, vocab_size)
+        spec = enlarge_vocabulary(config.model, vocab_size)
         parts, loss = split_model(config, context, spec)
         for part in parts:
             part.to_empty(device=context.device)
@@ -149,17 +153,17 @@ class Stepper:
             context.pp_rank,
             context.tp_rank if self._config.plan.sequence_parallel else 0,
         )
-        with self.generators.stream("dropout", *stream_ranks), loss_parallel():
+        with self.generators.stream("dropout", *stream_ranks):
             self._reducer.begin_step(len(tokens) // self.micro_batch_size)
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
         self._reducer.reduce_gradients()
-        for part in self.parts:
-            settle_gradients(part)
+        settle_gradients(self.parts)
+        sum_tied_gradients(self._parameters, self.spec, context)
         if not self._speaks_for_batch:
             loss_share.zero_()
         context.synchronize()
         computed = time.perf_counter()
-        sums = torch.cat([loss_share.view(1), squared_norms(self._parameters, context)])
+        sums = torch.cat([loss_share.view(1), squared_norms(without_copies(self._parameters), context)])
         loss, *squares = context.sum_over_world(sums).tolist()
         grad_norm = math.sqrt(sum(squares))
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -198,8 +202,7 @@ class Stepper:
         tokens, labels = split_sequences(self.context, tokens.to(device), labels.to(device))
         for part in self.parts:
             part.eval()
-        with loss_parallel():
-            loss_sum = self._runner.evaluate(tokens, labels)
+        loss_sum = self._runner.evaluate(tokens, labels)
         for part in self.parts:
             end_evaluation(part)
         if not self._speaks_for_batch:
@@ -214,12 +217,12 @@ class Stepper:
         The form is the same under every plan, so a checkpoint can be read under another one.
         """
         return {
-            "model": {fqn: parameter.detach() for fqn, parameter in self._parameters.items()},
-            "optimizer": {
-                f"{fqn}.{name}": value
-                for fqn, tensor in self._shards.tensors.items()
-                for name, value in self.optimizer.state[tensor].items()
-            },
+            "model": by_model_name({name: parameter.detach() for name, parameter in self._parameters.items()}),
+            "optimizer": by_model_name({
+                f"{name}.{state}": value
+                for name, tensor in self._shards.tensors.items()
+                for state, value in self.optimizer.state[tensor].items()
+            }),
         }
 
     @torch.no_grad()
@@ -230,6 +233,7 @@ class Stepper:
             for name, tensor in tensors.items():
                 if state[section][name] is not tensor:
                     tensor.copy_(state[section][name])
+        restore_copies(self._parameters, self._shards.tensors, self.optimizer)
 
     def load_full_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over whole weights by name. Names of other stages are passed by; a vocabulary with fewer rows than the
@@ -240,10 +244,11 @@ class Stepper:
         """
         missing = set(self._parameters)
         for fqn, whole in weights:
-            if fqn not in self._parameters:
+            holders = [name for name in self._parameters if model_name(name) == fqn]
+            if not holders:
                 continue
-            missing.discard(fqn)
-            parameter = self._parameters[fqn]
+            missing.difference_update(holders)
+            parameter = self._parameters[holders[0]]
             if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < parameter.shape[0]:
                 rest = initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape)[whole.shape[0] :]
                 whole = torch.cat([whole, rest])
@@ -252,10 +257,11 @@ class Stepper:
                     f"the weight {fqn} has shape {list(whole.shape)}, the model needs {list(parameter.shape)}",
                     hint="use the model section that belongs to these weights (its config.json)",
                 )
-            fill(parameter, whole)
+            for name in holders:
+                fill(self._parameters[name], whole)
         if missing:
             raise UserError(
-                f"{len(missing)} weights are missing, the first is {min(missing)}",
+                f"{len(missing)} weights are missing, the first is {min(map(model_name, missing))}",
                 hint="use the model section that belongs to these weights (its config.json)",
             )
 
@@ -265,15 +271,15 @@ class Stepper:
         weight at a time, and one rank of each stage keeps a copy."""
         keeps = self.context.dp_rank == self.context.cp_rank == self.context.tp_rank == 0
         weights: dict[str, Tensor] = {}
-        for fqn, parameter in self._parameters.items():
+        for fqn, parameter in without_copies(self._parameters).items():
             whole = gather(parameter)
             if keeps:
                 weights[fqn] = whole.detach().to("cpu", copy=True)
         return gather_to_main(weights, self.context)
 
     def _initialise(self) -> None:
-        for fqn, parameter in self._parameters.items():
-            fill(parameter, initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape))
+        for name, parameter in self._parameters.items():
+            fill(parameter, initial_value(self.spec, self._config.runtime.seed, model_name(name), parameter.shape))
 
 
 def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) -> tuple[list[Decoder], LossFunction]:
@@ -300,13 +306,12 @@ def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) ->
                 compute_dtype=policy.compute,
             ).to(policy.parameters)
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
-        if context.has_axis("tp"):
-            apply_tensor_parallel(part, spec, plan, context.axis("tp"))
+        apply_tensor_parallel(part, spec, context)
         apply_context_parallel(part, plan, context)
         apply_data_parallel(part, plan, policy, context)
         parts.append(part)
     split_vocabulary = context.has_axis("tp") and plan.vocab_parallel
-    return parts, vocab_parallel_loss(context.axis("tp")) if split_vocabulary else summed_loss
+    return parts, SplitLoss(context.axis("tp"), spec.vocab_size) if split_vocabulary else summed_loss
 
 
 def make_runner(
@@ -327,18 +332,6 @@ def make_runner(
     )
 
 
-def enlarge_vocabulary(spec: ModelSpec, plan: Plan, vocab_size: int) -> ModelSpec:
-    """The spec with a vocabulary of at least ``vocab_size``.
-
-    Raises:
-        UserError: The plan splits the vocabulary and its tp does not divide it.
-    """
-    size = max(spec.vocab_size, vocab_size)
-    if plan.vocab_parallel and size % plan.tp:
-        wanted = -(-size // plan.tp) * plan.tp
-        raise UserError(
-            f"a vocabulary of {size} (model {spec.vocab_size}, tokenizer {vocab_size}) cannot be split over tp"
-            f" {plan.tp}",
-            hint=f"set model.vocab_size to {wanted}, or plan.vocab_parallel to false",
-        )
-    return spec if size == spec.vocab_size else spec.changed(vocab_size=size)
+def enlarge_vocabulary(spec: ModelSpec, vocab_size: int) -> ModelSpec:
+    """The spec with a vocabulary of at least ``vocab_size``."""
+    return spec if vocab_size <= spec.vocab_size else spec.changed(vocab_size=vocab_size)

@@ -15,6 +15,7 @@ from engine.context import ParallelContext, open_context
 from engine.errors import UserError
 from engine.moe.experts import Experts
 from engine.optim.groups import GROUPS
+from engine.parallel.vocabulary import local_vocab_size
 from engine.step import Stepper, make_runner, split_model
 from engine.torch_private import FakeTensorMode, pipelines_without_handshake, shapes_inferred_aside
 from engine.trace_collectives import CollectiveCounter, Key, collective_use
@@ -159,7 +160,7 @@ class DryRun:
 
     def _tracker(self, stepper: Stepper, look_at: int | None) -> OwnedStorageTracker:
         plan, spec = self._config.plan, self._config.model
-        vocab = spec.vocab_size // plan.tp if plan.vocab_parallel else spec.vocab_size
+        vocab = local_vocab_size(spec.vocab_size, plan, self._context.tp_rank)
         num_logits = plan.micro_batch_size * self._config.workload.sequence_length * vocab
         return OwnedStorageTracker(lambda: owners_of(stepper), num_logits, look_at)
 

@@ -25,7 +25,7 @@ from engine.config import RunConfig, load_run, start_from
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.failures import Interrupted, classify, describe
 from engine.flops import parameter_counts
-from engine.hf_config import to_hf_config
+from engine.hf_export import to_hf_config
 from engine.outcome import (
     OUTCOME_FILE,
     Outcome,
@@ -145,7 +145,7 @@ class Program:
         from engine.step import enlarge_vocabulary
 
         corpus = prepare_corpus(config.workload.data)
-        spec = enlarge_vocabulary(config.model, config.plan, corpus.vocab_size)
+        spec = enlarge_vocabulary(config.model, corpus.vocab_size)
         if config.runtime.init_from:
             import_weights(Path(config.runtime.init_from), spec)  # compares names and shapes, reads none
         found = {

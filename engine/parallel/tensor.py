@@ -4,141 +4,138 @@ Columns of the projections out of the residual stream and rows of those back int
 reduction after attention and one after the feed-forward (two more in the backward pass). With ``sequence_parallel`` the
 residual stream between them is split over the sequence: the reductions become reduce-scatters, and what enters a
 projection is gathered first. Modules without a line here keep whole parameters and compute the same on every rank.
+
+Inside attention a rank works on its own heads. Parameters that all heads share (norms of heads, the low-rank
+projections of latent attention) are whole on every rank and their gradients are parts. So are key and value heads that
+are fewer than the ranks: each rank computes the one that its query heads need. That costs every rank whole weights,
+gradients and optimizer states of ``key`` and ``value``, and these gradients take part in the sum of parts; activations
+are no larger and a layer sends no more.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from collections.abc import Iterable
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from engine.context import ParallelContext
 from engine.models.decoder import Decoder
-from engine.models.loss import IGNORED
-from engine.moe.experts import Experts
-from engine.parallel.runner import LossFunction
-from engine.parallel.shards import local
+from engine.parallel.sharding import COLUMNS, ONCE, ROWS, SHARED, WHOLE, Border, Move, Sharding, Use
+from engine.parallel.vocabulary import EmbeddingRows
 from engine.plan import Plan
-from engine.precision.policy import wide
+from engine.rule import kv_heads
 from engine.spec import ModelSpec
 
-
-class ExpertSlices(ParallelStyle):
-    """Splits the width of every expert: each rank computes a part of every expert's output for all tokens.
-
-    Args:
-        output: Placement of the sum of the parts.
-    """
-
-    def __init__(self, output: Placement) -> None:
-        self._output = output
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Experts)
-        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-            split = distribute_tensor(getattr(module, name), device_mesh, [Shard(dim)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(split))
-        whole_weights = module.weights
-        module.weights = lambda: tuple(map(local, whole_weights()))  # type: ignore[assignment, method-assign, return-value]
-        module.register_forward_pre_hook(lambda _, inputs: self._enter(device_mesh, *inputs))
-        module.register_forward_hook(lambda _, __, output: self._leave(device_mesh, output))
-        return module
-
-    @staticmethod
-    def _enter(mesh: DeviceMesh, x: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and router weights as they are; their gradients, of which each rank has a part, are summed."""
-        whole = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in (x, weights))
-        x, weights = (tensor.to_local(grad_placements=[Partial()]) for tensor in whole)
-        return x, weights, chosen
-
-    def _leave(self, mesh: DeviceMesh, output: Tensor) -> Tensor:
-        return (
-            DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(mesh, [self._output]).to_local()
-        )
+_GATHER = Move(Shard(1), Replicate())
+_SPLIT = Move(Replicate(), Shard(1))
 
 
-def tensor_parallel_table(spec: ModelSpec, plan: Plan) -> dict[str, ParallelStyle]:
-    """Style by module name, ``*`` for any layer number. Names that a model or stage lacks are skipped."""
+def tensor_parallel_table(spec: ModelSpec, plan: Plan) -> dict[str, Sharding]:
+    """Sharding by module name, ``*`` for any layer number. Names that a model or stage lacks are skipped."""
     stream: Placement = Shard(1) if plan.sequence_parallel else Replicate()
-    # The input stays a DTensor, so that gradients of all projections that read it are summed before they are reduced.
-    enter = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=False)
-    table: dict[str, ParallelStyle] = {
-        "layers.*.attention": enter,
-        **{f"layers.*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
-        "layers.*.attention.out": RowwiseParallel(output_layouts=stream),
-        "layers.*.ffn": enter,
-        "layers.*.ffn.gate": ColwiseParallel(),
-        "layers.*.ffn.up": ColwiseParallel(),
-        "layers.*.ffn.down": RowwiseParallel(output_layouts=stream),
-        "layers.*.moe.experts": ExpertSlices(stream),
+    enter, leave = Move(stream, Replicate(), gradient=Partial()), Move(Partial(), stream)
+    outward = Sharding({"weight": ROWS, "bias": ROWS})
+    shared = Sharding({"weight": SHARED, "bias": SHARED})
+    back = Sharding({"weight": COLUMNS, "bias": SHARED if plan.sequence_parallel else WHOLE}, output=leave)
+    table = {
+        "attention": Sharding(inputs=(enter,)),
+        **dict.fromkeys(("query", "query_up", "kv_up"), outward),
+        **dict.fromkeys(("key", "value"), _key_heads(spec, plan)),
+        **dict.fromkeys(("query_norm", "key_norm", "query_down", "kv_down", "kv_norm"), shared),
+        "sinks": outward,
+        "out": back,
     }
-    # A tied head is called with the embedding's weights beside its input; they stay as they are.
-    beside = (None,) if spec.tied_embeddings else ()
-    if plan.vocab_parallel:
-        table["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-        table["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1))
-        if spec.tied_embeddings:
-            table["head"] = PrepareModuleInputOutput(
-                input_layouts=(stream, *beside),
-                desired_input_layouts=(Replicate(), *beside),
-                output_layouts=Shard(-1),
-                desired_output_layouts=Shard(-1),
-            )
+    table = {name if name == "attention" else f"attention.{name}": sharding for name, sharding in table.items()}
+    table |= {"ffn": Sharding(inputs=(enter,)), "ffn.gate": outward, "ffn.up": outward, "ffn.down": back}
+    table |= _experts(plan, stream, enter, leave)
     if plan.sequence_parallel:
-        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        table["positions"] = split
-        table["layers.*.moe"] = _gathered()
-        for norm in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
-            table[norm] = SequenceParallel(use_local_output=True)
+        table |= dict.fromkeys(("attention_norm", "ffn_norm"), shared)
+    return {f"layers.*.{name}": sharding for name, sharding in table.items()} | _ends(spec, plan, enter, leave)
+
+
+def _experts(plan: Plan, stream: Placement, enter: Border, leave: Border) -> dict[str, Sharding]:
+    """Router, routed and shared experts.
+
+    With a slice of each expert on every rank, all ranks see all tokens, and what each computes after the router is a
+    part of the output: so all gradients, the router's too, are parts until they leave the layer. With whole experts,
+    each rank has its own part of every sequence between the layer's borders.
+    """
+    router = Sharding({"weight": SHARED, "bias": SHARED})
+    into_shared = dict.fromkeys(("moe.shared.gate", "moe.shared.up"), Sharding({"weight": ROWS, "bias": ROWS}))
+    if plan.etp == plan.tp:
+        slices = dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), COLUMNS)
+        return {
+            "moe": Sharding(inputs=(enter,), output=leave),
+            "moe.router": router,
+            "moe.experts": Sharding(slices | {"down": Use(Shard(2), Shard(2)), "down_bias": ONCE}, axis="etp"),
+            **into_shared,
+            "moe.shared.down": Sharding({"weight": COLUMNS, "bias": ONCE}),
+        }
+    own_tokens = Shard(1)
+    return {
+        "moe": Sharding(inputs=(Move(stream, own_tokens),), output=Move(own_tokens, stream)),
+        "moe.router": router,
+        "moe.shared": Sharding(inputs=(Move(own_tokens, Replicate(), gradient=Partial()),)),
+        **into_shared,
+        "moe.shared.down": Sharding({"weight": COLUMNS, "bias": SHARED}, output=Move(Partial(), own_tokens)),
+    }
+
+
+def _key_heads(spec: ModelSpec, plan: Plan) -> Sharding:
+    """Heads of keys or values; whole where they are fewer than the ranks, which then use one each."""
+    heads = kv_heads(spec)
+    use = ROWS if heads % plan.tp == 0 else Use(Replicate(), Partial(), pieces=heads)
+    return Sharding({"weight": use, "bias": use})
+
+
+def _ends(spec: ModelSpec, plan: Plan, enter: Border, leave: Border) -> dict[str, Sharding]:
+    """Embedding, positions, last norm and head."""
+    table: dict[str, Sharding] = {}
+    if plan.vocab_parallel:
+        # A tied head has no weights of its own: it is called with the embedding's beside its input.
+        table["embedding"] = EmbeddingRows({"weight": ROWS}, output=leave, vocab_size=spec.vocab_size)
+        table["head"] = Sharding({"weight": ROWS}, inputs=(enter, ROWS) if spec.tied_embeddings else (enter,))
+    if plan.sequence_parallel:
+        table["positions"] = Sharding(output=_SPLIT)
+        table["norm"] = Sharding({"weight": SHARED, "bias": SHARED})
         if not plan.vocab_parallel:
-            table["embedding"] = split
-            table["head"] = _gathered(*beside)
+            table["embedding"] = Sharding(output=_SPLIT)
+            table["head"] = Sharding(inputs=(_GATHER,))
     return table
 
 
-def _gathered(*beside: None) -> PrepareModuleInput:
-    """The first input gathered over the sequence, the others as they are."""
-    return PrepareModuleInput(
-        input_layouts=(Shard(1), *beside), desired_input_layouts=(Replicate(), *beside), use_local_output=True
-    )
-
-
-def apply_tensor_parallel(part: Decoder, spec: ModelSpec, plan: Plan, mesh: DeviceMesh) -> None:
-    """Split a whole model or a stage, still on the meta device, over the ``tp`` mesh."""
+def apply_tensor_parallel(part: Decoder, spec: ModelSpec, context: ParallelContext) -> None:
+    """Split a whole model or a stage, still on the meta device, over the ``tp`` axis where there is one."""
+    if not context.has_axis("tp"):
+        return
     modules = dict(part.named_modules())
-    for pattern, style in tensor_parallel_table(spec, plan).items():
+    for pattern, sharding in tensor_parallel_table(spec, context.plan).items():
         for name in [pattern.replace("*", layer) for layer in part.layers] if "*" in pattern else [pattern]:
-            if modules.get(name) is not None:
-                parallelize_module(modules[name], mesh, style)
+            if name in modules:
+                sharding.apply(modules[name], context.axis(sharding.axis))
 
 
-def vocab_parallel_loss(mesh: DeviceMesh) -> LossFunction:
-    """``summed_loss`` of logits whose vocabulary is split over ``mesh``; use inside torch's ``loss_parallel``."""
+def settle_gradients(parts: Iterable[nn.Module]) -> None:
+    """Sum gradients that ranks hold in parts, in one message for each axis and dtype.
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        flat = logits.to(wide(logits.dtype)).flatten(0, 1)
-        split = DTensor.from_local(flat, mesh, [Shard(1)], run_check=False)
-        summed = F.cross_entropy(split, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return local(summed)
-
-    return loss
-
-
-def settle_gradients(part: nn.Module) -> None:
-    """Sum gradients that ranks of the ``tp`` axis hold in parts (norms and biases applied to a split sequence)."""
-    for parameter in part.parameters():
-        gradient = parameter.grad
-        if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
-            continue
-        if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    Which ones follows from placements: the parameter is whole on every rank and the gradient is not. Where parameters
+    are sharded over data-parallel ranks as well, ``fully_shard`` has done it before it summed over those.
+    """
+    found: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
+    for part in parts:
+        for parameter in part.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+                found.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+    for (mesh, _), parameters in found.items():
+        gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
+        summed = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(summed, group=mesh.get_group())
+        pieces = summed.split([gradient.numel() for gradient in gradients])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            whole = piece.view(parameter.shape)
+            parameter.grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)

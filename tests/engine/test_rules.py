@@ -71,8 +71,7 @@ CASES = [
     Case(
         "tp.divides_heads",
         {"tp": 3},
-        {"num_heads": 4, "num_kv_heads": 1, "vocab_size": 255},
-        others=others("engine.kv_replication"),
+        {"num_heads": 4, "num_kv_heads": 1},
     ),
     Case("tp.kv_heads", {"tp": 4}, {"num_heads": 24, "num_kv_heads": 6}),
     Case("tp.divides_ffn", {"tp": 4}, {"ffn_size": 194}),
@@ -139,8 +138,7 @@ CASES = [
     Case("engine.gradient_compression", {"gradient_compression": "int8"}),
     Case("engine.overlap", {"overlap_tp": True}),
     Case("engine.overlap", {"overlap_pp": False}),
-    Case("engine.kv_replication", {"tp": 8}),
-    Case("engine.vocab_padding", {"tp": 2}, {"vocab_size": 257}),
+    Case("engine.vocab_rows", {"tp": 8}, {"vocab_size": 49}),
     Case("engine.tied_pp", {"pp": 2}, {"tied_embeddings": True}),
 ]
 

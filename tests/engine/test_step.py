@@ -16,7 +16,7 @@ from engine.models.loss import IGNORED
 from engine.optim.groups import GROUPS
 from engine.plan import Plan
 from engine.spec import Hyperparameters, ModelSpec, Workload
-from engine.step import Stepper, enlarge_vocabulary
+from engine.step import Stepper
 
 pytestmark = pytest.mark.unit
 
@@ -204,10 +204,6 @@ def test_state_before_the_first_step_has_the_later_form(optimizer: dict[str, Any
 def test_vocabulary_is_enlarged_to_the_tokenizers() -> None:
     assert stepper(vocab_size=40).spec.vocab_size == 40
     assert stepper(vocab_size=30).spec.vocab_size == 32
-    with pytest.raises(UserError, match=r"vocabulary of 33 .* cannot be split over tp 2") as error:
-        enlarge_vocabulary(SPEC, Plan(tp=2), 33)
-    assert "34" in str(error.value.hint)
-    assert enlarge_vocabulary(SPEC, Plan(tp=2, vocab_parallel=False), 33).vocab_size == 33
 
 
 def test_whole_weights_are_taken_over_and_checked() -> None:
