@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEVEL_RATE = 0.2
+LEVEL_RATE = 0.3
 """How fast the forecast's level follows the loads."""
 TREND_RATE = 0.05
 """How fast its trend follows the level's changes."""
-TREND_DAMPING = 0.98
+TREND_DAMPING = 0.9
 """What is left of the trend after each step ahead: no expert's load rises for ever."""
 
 
