@@ -1,4 +1,4 @@
-"""Architectures from and to Hugging Face ``config.json`` files.
+"""Architectures from Hugging Face ``config.json`` files (``engine.hf_export`` writes them).
 
 Foreign files are read leniently: a missing key takes the value that ``transformers`` would give it, keys that don't
 change the architecture are passed over, and the rest is listed as not understood.
@@ -21,7 +21,7 @@ from engine.yaml_file import parse_yaml, read_text
 
 _log = logging.getLogger(__name__)
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -52,7 +52,7 @@ _HARMLESS = frozenset({
     "initializer_factor", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers",
     "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "pretraining_tp", "problem_type", "qk_head_dim", "quantization_config", "reorder_and_upcast_attn", "resid_pdrop",
-    "return_dict", "rope_interleave", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
@@ -64,6 +64,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "moe_layer_freq": (1,),
     "partial_rotary_factor": (None, 1.0),
+    "rope_interleave": (None, True),
     "clip_qkv": (None,),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
@@ -216,7 +217,7 @@ def _family(data: dict[str, Any], source: str) -> str:
     given = data.get("model_type")
     architectures = data.get("architectures")
     if given is None and isinstance(architectures, list) and architectures:
-        given = _ARCHITECTURES.get(str(architectures[0]), architectures[0])
+        given = ARCHITECTURES.get(str(architectures[0]), architectures[0])
     if not isinstance(given, str) or given not in _READERS:
         close = difflib.get_close_matches(str(given), _READERS, n=1)
         raise UserError(
@@ -376,13 +377,13 @@ def _read_deepseek_v3(keys: _Keys) -> dict[str, Any]:
         "num_experts": keys.count("n_routed_experts", "num_local_experts", default=256),
         "experts_per_token": keys.count("num_experts_per_tok", default=8),
         "ffn_size": expert,
-        "shared_ffn_size": keys.count("n_shared_experts", default=0, least=0) * expert,
+        "shared_ffn_size": keys.count("n_shared_experts", default=1, least=0) * expert,
         "num_dense_layers": keys.count("first_k_dense_replace", default=3, least=0),
         "scoring": keys.get("scoring_func", "sigmoid"),
         "normalize_weights": keys.flag("norm_topk_prob", True),
         "routed_scaling": keys.number("routed_scaling_factor", 2.5),
-        "num_groups": keys.count("n_group", default=1),
-        "groups_per_token": keys.count("topk_group", default=1),
+        "num_groups": keys.count("n_group", default=8),
+        "groups_per_token": keys.count("topk_group", default=4),
         "selection_bias": method == "noaux_tc",
     }
     fields["num_mtp_layers"] = keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0)
@@ -453,115 +454,3 @@ _READERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "gpt_oss": _read_gpt_oss,
 }
 """Family -> what turns its keys into the fields of a ModelSpec."""
-
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
-def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
-    """The ``config.json`` that makes ``transformers`` build this architecture, for llama, mistral, qwen2, mixtral and
-    gpt2.
-
-    Raises:
-        UserError: The family can't be written, or has no key for something the architecture has.
-    """
-    if spec.family not in _WRITERS:
-        raise UserError(
-            f"models of the family {spec.family} can't be exported",
-            hint=f"families that can: {', '.join(_WRITERS)}",
-        )
-    data = {"model_type": spec.family, "architectures": [_CLASSES[spec.family]], **_WRITERS[spec.family](spec)}
-    again, _ = read_hf_config(data, spec.name)
-    lost = [name for name in _meaningful(spec) if getattr(again, name) != getattr(spec, name)]
-    if lost:
-        raise UserError(
-            f"a {spec.family} configuration can't express " + ", ".join(f"{n} {getattr(spec, n)!r}" for n in lost),
-            hint="change model.family, or these fields of the model",
-        )
-    return data
-
-
-_CLASSES = {family: name for name, family in _ARCHITECTURES.items()}
-
-
-def _meaningful(spec: ModelSpec) -> list[str]:
-    """The fields that say something about this architecture."""
-    idle = {"schema_version", "name"}
-    if spec.positions == "learned":
-        idle |= {"rope_theta", "rope_scaling"}
-    if spec.moe and all(spec.is_moe_layer(layer) for layer in range(spec.num_layers)):
-        idle.add("ffn_size")
-    return [name for name in ModelSpec.model_fields if name not in idle]
-
-
-def _hf_activation(spec: ModelSpec) -> str:
-    return {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)
-
-
-def _write_decoder(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.ffn_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_positions,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": spec.rope_scaling,
-        "hidden_act": _hf_activation(spec),
-        "tie_word_embeddings": spec.tied_embeddings,
-    }
-
-
-def _write_llama(spec: ModelSpec) -> dict[str, Any]:
-    return _write_decoder(spec) | {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
-
-
-def _write_mistral(spec: ModelSpec) -> dict[str, Any]:
-    return _write_decoder(spec) | {"sliding_window": spec.sliding_window}
-
-
-def _write_qwen2(spec: ModelSpec) -> dict[str, Any]:
-    data = _write_decoder(spec) | {"use_sliding_window": spec.sliding_window is not None}
-    if spec.sliding_window is not None:
-        sliding = range(spec.num_layers) if spec.sliding_layers is None else spec.sliding_layers
-        kinds = ["sliding_attention" if layer in sliding else "full_attention" for layer in range(spec.num_layers)]
-        data |= {"sliding_window": spec.sliding_window, "layer_types": kinds}
-    return data
-
-
-def _write_mixtral(spec: ModelSpec) -> dict[str, Any]:
-    data = _write_decoder(spec) | {"sliding_window": spec.sliding_window}
-    if spec.moe is not None:
-        data |= {
-            "intermediate_size": spec.moe.ffn_size,
-            "num_local_experts": spec.moe.num_experts,
-            "num_experts_per_tok": spec.moe.experts_per_token,
-        }
-    return data
-
-
-def _write_gpt2(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "vocab_size": spec.vocab_size,
-        "n_embd": spec.hidden_size,
-        "n_inner": spec.ffn_size,
-        "n_layer": spec.num_layers,
-        "n_head": spec.num_heads,
-        "n_positions": spec.max_positions,
-        "layer_norm_epsilon": spec.norm_eps,
-        "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else spec.activation,
-        "tie_word_embeddings": spec.tied_embeddings,
-    }
-
-
-_WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
-    "llama": _write_llama,
-    "mistral": _write_mistral,
-    "qwen2": _write_qwen2,
-    "mixtral": _write_mixtral,
-    "gpt2": _write_gpt2,
-}
-"""Families that can be exported."""

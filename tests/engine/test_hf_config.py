@@ -10,7 +10,8 @@ import pytest
 
 from engine.errors import UserError
 from engine.flops import parameter_counts
-from engine.hf_config import load_model, read_hf_config, to_hf_config
+from engine.hf_config import load_model, read_hf_config
+from engine.hf_export import to_hf_config
 from engine.spec import ModelSpec
 from engine.yaml_file import dump_yaml
 
@@ -116,12 +117,7 @@ def test_published_parameter_counts(shared_data: Path, name: str, total: float, 
     assert counts.mtp == pytest.approx(mtp, rel=1e-3)
 
 
-EXPORTED = [
-    name for name, data in TINY.items() if data["model_type"] in ("llama", "mistral", "qwen2", "mixtral", "gpt2")
-]
-
-
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", TINY)
 def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     spec, _ = read_hf_config(TINY[name], f"{name}.json")
     data = json.loads(json.dumps(to_hf_config(spec)))
@@ -142,8 +138,11 @@ def test_a_family_that_cannot_express_the_model_is_told() -> None:
     spec, _ = read_hf_config(TINY["llama"], "a.json")
     with pytest.raises(UserError, match="can't express norm 'layernorm', attention_out_bias False"):
         to_hf_config(spec.changed(norm="layernorm", qkv_bias=True))
-    with pytest.raises(UserError, match="family qwen3 can't be exported"):
+    with pytest.raises(UserError, match="a qwen3 configuration can't express qk_norm False"):
         to_hf_config(spec.changed(family="qwen3"))
+    spec, _ = read_hf_config({**TINY["deepseek_v3"], "scoring_func": "softmax"}, "a.json")
+    with pytest.raises(UserError, match="can't express moe"):
+        to_hf_config(spec)
 
 
 def test_missing_keys_take_the_values_of_transformers() -> None:

@@ -22,6 +22,21 @@ _GPT2: dict[str, Any] = {
     "activation": "gelu_tanh", "tied_embeddings": True, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
     "max_positions": 32,
 }  # fmt: skip
+_LATENT: dict[str, Any] = {"kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 4, "value_head_dim": 6}
+_DEEPSEEK: dict[str, Any] = {
+    "family": "deepseek_v3", "num_kv_heads": 4, "ffn_size": 24, "latent_attention": {"query_rank": 12, **_LATENT},
+    "moe": {
+        "num_experts": 8, "experts_per_token": 3, "ffn_size": 12, "shared_ffn_size": 24, "num_dense_layers": 1,
+        "scoring": "sigmoid", "selection_bias": True, "num_groups": 4, "groups_per_token": 2, "routed_scaling": 1.5,
+    },
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "family": "gpt_oss", "num_kv_heads": 2, "ffn_size": 12, "qkv_bias": True, "attention_out_bias": True,
+    "attention_sinks": True, "activation": "clamped_swiglu", "sliding_window": 4, "sliding_layers": [0],
+    "moe": {
+        "num_experts": 4, "experts_per_token": 2, "ffn_size": 12, "router_bias": True, "expert_bias": True,
+    },
+}  # fmt: skip
 SPECS = {
     "llama": ModelSpec(family="llama", num_kv_heads=2, ffn_size=24, **_SIZES),
     "llama tied with biases": ModelSpec(
@@ -30,6 +45,16 @@ SPECS = {
     ),
     "mistral": ModelSpec(family="mistral", num_kv_heads=2, ffn_size=24, rope_theta=1e6, **_SIZES),
     "qwen2": ModelSpec(family="qwen2", num_kv_heads=2, ffn_size=24, qkv_bias=True, tied_embeddings=True, **_SIZES),
+    "qwen3": ModelSpec(family="qwen3", num_kv_heads=2, ffn_size=24, qk_norm=True, **_SIZES),
+    "qwen3_moe": ModelSpec(
+        family="qwen3_moe", num_kv_heads=2, ffn_size=24, qk_norm=True, moe=_MOE.changed(num_dense_layers=1), **_SIZES
+    ),
+    "deepseek_v3": ModelSpec(**_DEEPSEEK, **_SIZES),
+    "deepseek_v3 without query rank": ModelSpec(
+        **_DEEPSEEK | {"latent_attention": {"query_rank": None, **_LATENT}, "qkv_bias": True},
+        attention_out_bias=True, **_SIZES,
+    ),
+    "gpt_oss": ModelSpec(**_GPT_OSS, **_SIZES),
     "gpt2": ModelSpec(**_GPT2, **_SIZES),
     "mixtral": ModelSpec(family="mixtral", num_kv_heads=2, ffn_size=12, moe=_MOE, **_SIZES),
 }  # fmt: skip
@@ -39,16 +64,20 @@ def weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Weights that differ everywhere, biases and norms too, so that no two places can be mixed up."""
     model = Decoder(spec, layers=range(spec.num_layers))
     generator = torch.Generator().manual_seed(5)
+    shapes = {fqn: parameter.shape for fqn, parameter in model.named_parameters()}
+    shapes |= {fqn: buffer.shape for fqn, buffer in model.named_buffers() if fqn.endswith("selection_bias")}
     return {
-        fqn: initial_value(spec, 3, fqn, parameter.shape) + 0.1 * torch.randn(parameter.shape, generator=generator)
-        for fqn, parameter in model.named_parameters()
+        fqn: initial_value(spec, 3, fqn, shape) + 0.1 * torch.randn(shape, generator=generator)
+        for fqn, shape in shapes.items()
     }
 
 
 def logits(spec: ModelSpec, state: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     model = Decoder(spec, layers=range(spec.num_layers)).eval()
-    model.load_state_dict(state)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
+        for fqn, value in state.items():
+            tensors[fqn].copy_(value)
         return model(tokens)
 
 
@@ -89,13 +118,14 @@ def test_transformers_makes_the_same_logits_of_the_export(tmp_path: Path, name: 
     assert_same(dict(import_weights(tmp_path / "again", spec)), state)
 
 
-def test_experts_stacked_in_one_tensor_are_read_too(tmp_path: Path) -> None:
-    spec, state = SPECS["mixtral"], weights(SPECS["mixtral"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_stacked_in_one_tensor_are_read_too(tmp_path: Path, name: str) -> None:
+    spec, state = SPECS[name], weights(SPECS[name])
     export_weights(state, spec, tmp_path)
-    stored = {
-        name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "sparse_moe" not in name
-    }
-    for layer in range(spec.num_layers):
+    stored = load_file(tmp_path / "model.safetensors")
+    single = [key for key in stored if ".experts." in key or "block_sparse_moe" in key]
+    stored = {key: tensor for key, tensor in stored.items() if key not in single}
+    for layer in filter(spec.is_moe_layer, range(spec.num_layers)):
         ours, theirs = f"layers.{layer}.moe", f"model.layers.{layer}.mlp"
         stored[f"{theirs}.gate.weight"] = state[f"{ours}.router.weight"]
         gate_up = torch.cat([state[f"{ours}.experts.gate"], state[f"{ours}.experts.up"]], dim=1)
@@ -103,6 +133,18 @@ def test_experts_stacked_in_one_tensor_are_read_too(tmp_path: Path) -> None:
         stored[f"{theirs}.experts.down_proj"] = state[f"{ours}.experts.down"]
     save_file(stored, tmp_path / "model.safetensors")
     assert_same(dict(import_weights(tmp_path, spec)), state)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, state = SPECS["deepseek_v3"], weights(SPECS["deepseek_v3"])
+    export_weights(state, spec, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.2.{name}.weight": torch.zeros(1) for name in ("eh_proj", "enorm", "self_attn.o_proj")}
+    save_file(stored | extra, tmp_path / "model.safetensors")
+    assert_same(dict(import_weights(tmp_path, spec)), state)
+    assert "multi-token-prediction layers are not built; left out: 1" in caplog.text
 
 
 def test_old_files_without_prefix_and_with_constants_are_read(tmp_path: Path) -> None:
@@ -214,13 +256,13 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
         import_weights(tmp_path, spec)
 
 
-def test_quantised_weights_and_other_families_are_refused(tmp_path: Path) -> None:
+def test_quantised_weights_and_parts_that_a_family_lacks_are_refused(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(4, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="quantised"):
         import_weights(tmp_path, SPECS["llama"])
     save_file({"model.embed_tokens.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="family qwen3 can't be imported"):
-        import_weights(tmp_path, SPECS["llama"].changed(family="qwen3"))
+    with pytest.raises(UserError, match=r"family llama have no weights like layers\.0\.attention\.query_norm\.weight"):
+        import_weights(tmp_path, SPECS["llama"].changed(qk_norm=True))
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
