@@ -139,17 +139,10 @@ _PLAN_RULES = (
         "whole experts on each tensor-parallel rank (tp {r.tp}, etp {r.etp})",
         "set etp to {r.tp}",
     ),
-    _plan_rule(
-        "schedule",
-        "pipelines run 1f1b with one stage per rank",
-        lambda c, t: (t["pp"] > 1) & ((t["schedule"] != "1f1b") | (t["virtual_stages"] > 1)),
-        "the pipeline schedule {r.schedule} with virtual_stages {r.virtual_stages}",
-        "set schedule to 1f1b and virtual_stages to 1",
-    ),
     Rule(
         "engine.micro_batches",
         "engine",
-        "1f1b has at least pp micro-batches (other stacks take fewer)",
+        "1f1b has at least pp micro-batches (torch's requirement; other stacks take fewer)",
         lambda c, t: (t["pp"] > 1) & (t["schedule"] == "1f1b") & (t["num_micro_batches"] < t["pp"]),
         lambda c, r: explain_few_micro_batches(c, r, r.pp),
     ),
@@ -199,13 +192,6 @@ _PLAN_RULES = (
         lambda c, t: t["vocab_parallel"] & (c.model.vocab_size <= (t["tp"] - 1) ** 2),
         "tensor-parallel ranks without any of a vocabulary's {c.model.vocab_size} rows (tp {r.tp})",
         "set vocab_parallel to false, or tp to a smaller degree",
-    ),
-    _plan_rule(
-        "tied_pp",
-        "tied embeddings stand on one pipeline stage",
-        lambda c, t: (t["pp"] > 1) & c.model.tied_embeddings,
-        "tied embeddings over pipeline stages (pp {r.pp})",
-        "set pp to 1, or model.tied_embeddings to false",
     ),
 )
 
