@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -20,6 +21,8 @@ __all__ = [
     "TorchDispatchMode",
     "accumulate_fsdp_gradients",
     "collective_group",
+    "flash_attention",
+    "flash_attention_backward",
     "fsdp_parameters",
     "pipelines_without_handshake",
     "shapes_inferred_aside",
@@ -35,6 +38,36 @@ def collective_group(function: Any, args: tuple[Any, ...]) -> ProcessGroup | Non
     if function not in collective_ops or function in sync_ops:
         return None
     return CollectiveOp.get_process_group(function, args)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Fused attention on the CPU, which also tells the logarithm of the softmax's denominator.
+
+    Args:
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D]; Hkv divides Hq.
+        value: [B, Hkv, S, D].
+        causal: Query i sees keys 0 to i, else all.
+        scale: Factor on the logits.
+
+    Returns:
+        Output [B, Hq, T, D], and [B, Hq, T] in at least fp32.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(query, key, value, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+
+
+def flash_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``flash_attention``. Where ``key`` and ``value`` are some of the keys that a query saw, and ``out``
+    and ``log_sum`` are of all: what these add.
+
+    Returns:
+        Of query, key and value.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return operator(grad, query, key, value, out, log_sum, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
 
 
 def fsdp_parameters(part: nn.Module) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.parallel.blockwise import Queries, Tile, tiles
+from engine.parallel.blockwise import Gradients, Queries, Seen, Tile
 from engine.parallel.sequence_order import SequenceOrder
 
 
@@ -148,9 +148,19 @@ class SplitAttention:
         mixed: Tensor = _SplitAttention.apply(query, key, value, sinks, self, window, scale)
         return mixed
 
-    def tiles(self, owner: int, length: int, window: int | None) -> list[Tile]:
-        """What this rank's queries see of the keys of rank ``owner``."""
-        return tiles(self.order.parts(self.order.rank, length), self.order.parts(owner, length), window)
+    def look(self, queries: Queries, own: Tensor, window: int | None) -> Iterator[tuple[Tensor, Tensor, list[Tile]]]:
+        """Every rank's keys [B, Hkv, L, D] and values [B, Hkv, L, Dv], with the tiles that this rank's queries see.
+
+        Args:
+            queries: This rank's.
+            own: Its keys and values side by side, [B, Hkv, L, D + Dv].
+            window: Tokens that a query sees, itself included; None for all before it.
+        """
+        length, key_dim = queries.query.shape[2:]
+        held = self.order.parts(self.order.rank, length)
+        for owner, block in self.exchange.blocks(own):
+            keys, values = block.tensor_split((key_dim,), dim=-1)
+            yield keys, values, queries.tiles(held, self.order.parts(owner, length), window)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -166,14 +176,13 @@ class _SplitAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         own = torch.cat((key, value), dim=-1)  # one message, and what is kept for the backward pass
-        queries = Queries(query, key.shape[1], scale)
-        state = queries.nothing_seen(value.shape[-1], sinks)
-        for owner, block in core.exchange.blocks(own):
-            keys, values = block.split((key.shape[-1], value.shape[-1]), dim=-1)
-            for tile in core.tiles(owner, query.shape[2], window):
-                state.see(queries, keys, values, tile)
-        out = state.out.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, own, out, state.log_sum, sinks)
+        queries = Queries.of(query, value.shape[-1], scale)
+        seen = Seen.nothing(query, value.shape[-1], sinks)
+        for keys, values, tiles in core.look(queries, own, window):
+            for tile in tiles:
+                seen.see(queries, keys, values, tile)
+        out = seen.out.to(query.dtype)
+        ctx.save_for_backward(query, own, out, seen.log_sum, sinks)
         ctx.core, ctx.window, ctx.scale = core, window, scale
         return out
 
@@ -181,19 +190,16 @@ class _SplitAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, own, out, log_sum, sinks = ctx.saved_tensors
-        core: SplitAttention = ctx.core
-        queries = Queries(query, own.shape[1], ctx.scale)
-        gradients = queries.gradients(grad, out, log_sum)
+        queries = Queries.of(query, out.shape[-1], ctx.scale)
+        gradients = Gradients.of(grad, out, log_sum, query)
 
         def shares() -> Iterator[Tensor]:
-            for owner, block in core.exchange.blocks(own):
-                keys, values = block.split((query.shape[-1], out.shape[-1]), dim=-1)
-                share = torch.zeros_like(block, dtype=log_sum.dtype)
-                for tile in core.tiles(owner, query.shape[2], ctx.window):
+            for keys, values, tiles in ctx.core.look(queries, own, ctx.window):
+                share = torch.zeros_like(own, dtype=log_sum.dtype)
+                for tile in tiles:
                     gradients.see(queries, keys, values, tile, share)
                 yield share
 
-        keys_values = core.exchange.sum_home(shares()).to(own.dtype)
-        key, value = keys_values.split((query.shape[-1], out.shape[-1]), dim=-1)
+        key, value = ctx.core.exchange.sum_home(shares()).to(own.dtype).split((query.shape[-1], out.shape[-1]), dim=-1)
         of_sinks = None if sinks is None else gradients.of_sinks(sinks)
-        return gradients.of_queries().to(query.dtype), key, value, of_sinks, None, None, None
+        return gradients.query.to(query.dtype), key, value, of_sinks, None, None, None

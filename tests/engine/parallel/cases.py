@@ -44,6 +44,15 @@ MODELS: dict[str, ModelSpec] = {
     "moe": ModelSpec(**_LLAMA, moe=_MOE),
     "matrix-dense": ModelSpec(**_MATRIX, tied_embeddings=True),
     "matrix-moe": ModelSpec(**_MATRIX, moe=_MOE | {"num_dense_layers": 1, "shared_ffn_size": 16}),
+    "moe-deepseek": ModelSpec(
+        **_LLAMA,
+        moe=_MOE
+        | {"num_experts": 8, "shared_ffn_size": 12, "num_dense_layers": 1, "scoring": "sigmoid", "routed_scaling": 1.5}
+        | {"num_groups": 4, "groups_per_token": 2, "selection_bias": True},
+    ),
+    "moe-gpt-oss": ModelSpec(
+        **_LLAMA, activation="clamped_swiglu", moe=_MOE | {"router_bias": True, "expert_bias": True}
+    ),
     "moe-some": ModelSpec(**_LLAMA, moe=_MOE | {"num_dense_layers": 1, "layer_period": 2}),
 }
 
@@ -201,3 +210,29 @@ def collectives(config: RunConfig) -> dict[str, Any]:
     with CollectiveCounter(context) as counter:
         stepper.train_step(*batch(1, context, size), LEARNING_RATE)
     return {"ranks": context.gather({" ".join(map(str, key)): count for key, count in counter.counts().items()})}
+
+
+def one_part_ignored(config: RunConfig) -> dict[str, Any]:
+    """A step and an evaluation where the tokens that the last of two context-parallel ranks holds have no label."""
+    stepper = build(config)
+    tokens, labels = batch(0, stepper.context)
+    labels[:, LENGTH // 4 : -LENGTH // 4] = IGNORED
+    evaluated = stepper.evaluate(tokens, labels)
+    told = stepper.train_step(tokens, labels, LEARNING_RATE)
+    return {
+        "loss": told.loss,
+        "grad_norm": told.grad_norm,
+        "num_valid_tokens": told.num_valid_tokens,
+        "evaluated": dict(zip(("loss", "num_valid_tokens"), evaluated, strict=True)),
+    }
+
+
+def dropped(config: RunConfig) -> dict[str, Any]:
+    """What dropout takes of the embedding in each rank's first micro-batch, bool [B, L, H]."""
+    stepper = build(config)
+    masks: list[Tensor] = []
+    first = next(iter(stepper.parts[0].layers.values()))
+    hook = first.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[0] == 0))
+    stepper.train_step(*batch(0, stepper.context), LEARNING_RATE)
+    hook.remove()
+    return {"masks": stepper.context.gather(masks[0])}
