@@ -14,9 +14,8 @@ from autotune.search.blocks import Expander, Part, plan_at, stage_layers
 from autotune.search.plan_space import LAYER_SPLITS, PlanSpace, check_pipeline_pins, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
-from engine.plan import Plan, Schedule, plan_table
+from engine.plan import Schedule
 from engine.rule import RuleContext
-from engine.rules import violations
 from engine.spec import ModelSpec, MoESpec
 
 pytestmark = pytest.mark.unit
@@ -160,12 +159,8 @@ def test_pipelines_are_those_of_the_stack() -> None:
     assert (pinned["schedule"], pinned["pp"]) == (("zbv",), (2,)), "what is pinned is honoured"
 
 
-def test_our_engines_schedules_are_those_that_its_rules_allow() -> None:
-    schedules = get_args(Schedule)
-    table = plan_table([(Plan(pp=2, dp_shard=16, schedule=schedule), 64, 4096) for schedule in schedules])
-    refused = violations(RuleContext(MODEL, 32), table, ("engine",))["engine.schedule"]
-    legal = {schedule for schedule, wrong in zip(schedules, refused, strict=True) if not wrong}
-    assert set(software_figures(OWN_ENGINE).schedules) == legal
+def test_our_engine_runs_every_schedule() -> None:
+    assert set(software_figures(OWN_ENGINE).schedules) == set(get_args(Schedule))
 
 
 @pytest.mark.parametrize(("stack", "num_layers", "stages"), [
