@@ -58,7 +58,7 @@ class CollectiveCounter(TorchDispatchMode):
         group = collective_group(function, args)
         if group is not None:
             # The whole is an input of a scatter and the output of a gather.
-            whole = max(sum(map(_num_bytes, _tensors(value))) for value in (*args, result))
+            whole = max(sum(map(_num_bytes, tensors_in(value))) for value in (*args, result))
             key = (self._axes.get(_members(group), "world"), _operation(function), group.size())
             count = self._counts.setdefault(key, [0, 0])
             count[0] += 1
@@ -98,9 +98,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an operator's argument."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

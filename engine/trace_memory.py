@@ -16,6 +16,7 @@ from engine.memory.tracker import LiveStorageTracker
 from engine.parallel.shards import local
 from engine.step import Stepper
 from engine.torch_private import FakeTensor, fsdp_parameters
+from engine.trace_collectives import tensors_in
 from engine.traced import MemoryPart
 
 Owners = Mapping[MemoryPart, Iterable[torch.Tensor]]
@@ -50,7 +51,7 @@ class OwnedStorageTracker(LiveStorageTracker):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(name in str(function) for name in _SHARDING):
-            for tensor in args[:2]:
+            for tensor in tensors_in(args[:2]):
                 self._marks[id(tensor.untyped_storage())] = "buffers"
         return super().__torch_dispatch__(function, types, args, kwargs)
 

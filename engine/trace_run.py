@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from engine.config import RunConfig
 from engine.context import ParallelContext, open_context
 from engine.errors import UserError
+from engine.layout import DENSE_AXES, EXPERT_AXES
 from engine.moe.experts import Experts
 from engine.optim.groups import GROUPS
 from engine.parallel.vocabulary import local_vocab_size
@@ -93,6 +94,8 @@ class DryRun:
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         self._config = config
         self._context = ValuelessContext(context.plan, context.device, context.rank, context.local_rank, context.groups)
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            self._context.submesh(*axes)  # made now: the ranks in a mesh are values
         self._parts, self._loss = split_model(config, self._context, config.model)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         for part in self._parts:
