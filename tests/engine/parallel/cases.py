@@ -40,6 +40,9 @@ MODELS: dict[str, ModelSpec] = {
     "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
     "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
     "windows": ModelSpec(**_LLAMA, sliding_window=5, sliding_layers=[0, 2], attention_sinks=True, qk_norm=True),
+    "one-kv": ModelSpec(
+        **(_LLAMA | {"num_kv_heads": 1, "vocab_size": VOCAB}), qkv_bias=True, qk_norm=True, attention_sinks=True
+    ),
     "latent": ModelSpec(**(_LLAMA | {"num_kv_heads": 4}), latent_attention=_LATENT),
     "moe": ModelSpec(**_LLAMA, moe=_MOE),
     "matrix-dense": ModelSpec(**_MATRIX, tied_embeddings=True),
@@ -53,6 +56,7 @@ MODELS: dict[str, ModelSpec] = {
     "moe-gpt-oss": ModelSpec(
         **_LLAMA, activation="clamped_swiglu", moe=_MOE | {"router_bias": True, "expert_bias": True}
     ),
+    "seven-tied": ModelSpec(**(_LLAMA | {"num_layers": 7}), tied_embeddings=True),
     "moe-some": ModelSpec(**_LLAMA, moe=_MOE | {"num_dense_layers": 1, "layer_period": 2}),
 }
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,15 @@ def collect(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def function_named(name: str) -> Callable[..., dict[str, Any]]:
+    """A function of ``cases``, or, as ``module:function``, of another module beside it."""
+    module, _, function = name.rpartition(":")
+    found: Callable[..., dict[str, Any]] = getattr(
+        import_module(f"tests.engine.parallel.{module}") if module else cases, function
+    )
+    return found
+
+
 def main(folder: Path) -> None:
     """Run every case."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -37,7 +48,7 @@ def main(folder: Path) -> None:
             config = cases.run_config(case["model"], case["plan"], case["hyperparameters"])
             options = case["options"]
             checkpoints = {key: str(folder / options[key]) for key in ("load", "save") if key in options}
-            result = collect(getattr(cases, case["function"])(config, **(options | checkpoints)))
+            result = collect(function_named(case["function"])(config, **(options | checkpoints)))
             if dist.get_rank() == 0:
                 torch.save(result, folder / f"{case['name']}.pt")
         except BaseException:
