@@ -26,8 +26,8 @@ _OPERATIONS = {
 }
 """Part of an operator's name -> operation; the first that fits."""
 
-_AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
-"""Axis of the context -> the plan's axis that it is counted under."""
+_AXES = {"tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
+"""Axis of the context -> the plan's axis that it is counted under; beside them, cp."""
 
 
 Key = tuple[str, str, int]
@@ -47,6 +47,8 @@ class CollectiveCounter(TorchDispatchMode):
         self._axes = {
             _members(context.group(axis)): name for axis, name in reversed(_AXES.items()) if context.has_axis(axis)
         }
+        # Attention of split sequences has a group of its own, which may be of the same ranks as one of those.
+        self._cp = context.group("cp").group_name if context.has_axis("cp") else ""
         self._counts: dict[Key, list[int]] = {}
 
     def __torch_dispatch__(
@@ -59,7 +61,8 @@ class CollectiveCounter(TorchDispatchMode):
         if group is not None:
             # The whole is an input of a scatter and the output of a gather.
             whole = max(sum(map(_num_bytes, tensors_in(value))) for value in (*args, result))
-            key = (self._axes.get(_members(group), "world"), _operation(function), group.size())
+            axis = "cp" if group.group_name == self._cp else self._axes.get(_members(group), "world")
+            key = (axis, _operation(function), group.size())
             count = self._counts.setdefault(key, [0, 0])
             count[0] += 1
             count[1] += whole
