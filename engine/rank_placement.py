@@ -1,8 +1,9 @@
 """Which device takes which rank of a plan, so that ranks that talk most are close: a quadratic assignment.
 
-Traffic falls off steeply from axis to axis, as it does in training: tensor parallelism sends activations several times a
-layer, in the way of the computation; context and expert parallelism about once; a pipeline once a stage; data parallelism
-once a step, beside it. So tensor-parallel groups get the fastest links, pipelines the next, data parallelism the rest.
+Traffic falls off steeply from axis to axis, as it does in training: tensor parallelism sends activations several times
+a layer, in the way of the computation; context and expert parallelism about once; a pipeline once a stage; data
+parallelism once a step, beside it. So tensor-parallel groups get the fastest links, pipelines the next, data parallelism
+the rest.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def best_assignment(sent: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def improved_assignment(sent: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """A good assignment: every rank at its own number, and greedy ones, each improved by exchanging two ranks while that
-    helps; the best of them."""
+    """A good assignment: every rank at its own number, greedy and random ones, each improved by exchanging two ranks while
+    that helps; the best of them."""
     generator = np.random.default_rng(0)
     size = len(sent)
     is_small = size <= 8 * MAX_EXACT

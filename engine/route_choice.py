@@ -1,8 +1,8 @@
 """Which route sums a buffer fastest over given links: the communication graph, candidates made from it, the best one.
 
-Candidates: rings, halving-doubling, two levels over clusters, trees. Orders of ranks come from the graph (spanning tree,
-clusters, nearest neighbours) and are improved by local search; ``exact=True`` tries every order instead, for up to
-8 devices.
+Candidates: rings, halving-doubling, two levels over clusters, trees. Orders of ranks come from the graph (spanning
+tree, clusters, nearest neighbours) and are improved by local search; ``exact=True`` tries every order instead, for up
+to 8 devices.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _swaps(size: int) -> np.ndarray:
 
 
 def ring_order(seconds: np.ndarray) -> np.ndarray:
-    """Order of a ring with the least slowest link, then the least sum: nearest neighbours, improved by 2-opt and Or-opt.
+    """Order of a ring with the least slowest link, then the least sum: nearest neighbours, then 2-opt and Or-opt.
 
     Args:
         seconds: Of one message of the ring, [source, target].
@@ -268,9 +268,9 @@ def _best_tree(links: Links, num_bytes: float, max_sends: float) -> Choice:
 
 
 def _copies(seconds: np.ndarray, root: int) -> Iterator[list[Edge]]:
-    """Ways to copy from a root to all, parent and child in the order of sending: whoever can be reached first is (Bhat et
-    al., "Efficient collective communication in distributed heterogeneous systems", 1999), without and with a look at
-    how fast it sends on; and along the minimum spanning tree, the deepest part first."""
+    """Ways to copy from a root to all, parent and child in the order of sending: whoever can be reached first is (Bhat
+    et al., "Efficient collective communication in distributed heterogeneous systems", 1999), without and with a look
+    at how fast it sends on; and along the minimum spanning tree, the deepest part first."""
     size = len(seconds)
     for looks_ahead in (False, True):
         ready = np.full(size, np.inf)
@@ -314,8 +314,8 @@ def _along_tree(edges: Sequence[Edge], root: int) -> list[Edge]:
 
 
 def _best_copy(seconds: np.ndarray, root: int, max_sends: float) -> tuple[float, list[Edge]]:
-    """The fastest way to copy from a root to all: the best of the first guesses, then branch and bound over sends in the
-    order of arrival, the earliest first.
+    """The fastest way to copy from a root to all: the best of the first guesses, then branch and bound over sends in
+    the order of arrival, the earliest first.
 
     Args:
         seconds: Of one copy, [source, target].

@@ -2,8 +2,8 @@
 
 A route is a list of steps; in one step a device sends at most one message and receives at most one. Devices don't wait
 for each other between steps, only for the messages they need. The same lists are run by processes
-(``engine.comm.all_reduce``) and replayed here with the links' times. Every piece of the sum is added up in one place, or
-by two devices that add the same two numbers, and copied from there: all devices end with the same bits.
+(``engine.comm.all_reduce``) and replayed here with the links' times. Every piece of the sum is added up in one place,
+or by two devices that add the same two numbers, and copied from there: all devices end with the same bits.
 
 Algorithms: ring and halving-doubling of Thakur et al., "Optimization of Collective Communication Operations in MPICH",
 2005; two levels of Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018.
@@ -54,7 +54,7 @@ class Route:
     """Equal pieces that the buffer is cut into."""
     steps: tuple[Step, ...]
 
-    def reordered(self, order: Sequence[int]) -> Route:
+    def reordered(self, order: Sequence[int] | np.ndarray) -> Route:
         """With rank ``order[i]`` in the place of ``i``."""
         steps = tuple(
             tuple(move._replace(source=int(order[move.source]), target=int(order[move.target])) for move in step)
@@ -98,8 +98,8 @@ def halving_doubling(num_ranks: int) -> Route:
     """Partners at halving distances exchange halves of what they hold, and back again. Ranks beyond a power of two hand
     their buffer to a partner before and get the sum after."""
     size = 1 << (num_ranks.bit_length() - 1)
-    fold = [((extra, extra - size)) for extra in range(size, num_ranks)]
-    held: dict[int, Span] = {rank: (0, size) for rank in range(size)}
+    fold = [(extra, extra - size) for extra in range(size, num_ranks)]
+    held: dict[int, Span] = dict.fromkeys(range(size), (0, size))
     halving: list[Step] = []
     doubling: list[Step] = []
     distance = size // 2

@@ -1,8 +1,8 @@
 """How fast every device reaches every other: the measured file, and the links that it tells.
 
-``engine.probe --pairs`` writes the file. A link is told by two figures, the latency of an empty message and the bandwidth
-of a long one (Hockney, "The communication challenge for MPP", 1994); the two directions of a pair may differ in
-bandwidth. Latency is half a round trip: without a common clock its two halves can't be told apart.
+``engine.probe --pairs`` writes the file. A link is told by two figures, the latency of an empty message and the
+bandwidth of a long one (Hockney, "The communication challenge for MPP", 1994); the two directions of a pair may differ
+in bandwidth. Latency is half a round trip: without a common clock its two halves can't be told apart.
 """
 
 from __future__ import annotations
