@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "accumulate_fsdp_gradients",
     "collective_group",
+    "describe_shard",
     "flash_attention",
     "flash_attention_backward",
     "fsdp_parameters",
@@ -38,6 +42,32 @@ def collective_group(function: Any, args: tuple[Any, ...]) -> ProcessGroup | Non
     if function not in collective_ops or function in sync_ops:
         return None
     return CollectiveOp.get_process_group(function, args)
+
+
+def describe_shard(tensor: DTensor, spans: Sequence[range]) -> None:
+    """Tell distributed checkpoints where a rank's part of a tensor lies, instead of what they work out themselves.
+
+    Args:
+        tensor: The tensor, which may not be empty as a whole.
+        spans: Where the local part lies, by dimension.
+    """
+    offsets, sizes = torch.Size(span.start for span in spans), torch.Size(map(len, spans))
+    chunks = [ChunkStorageMetadata(offsets, sizes)] if sizes.numel() else []
+
+    def write_items(fqn: str, shard: DTensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(shard.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shard.size()),
+            )
+            for chunk in chunks
+        ]
+
+    part: Any = tensor._local_tensor
+    part.__create_write_items__ = write_items
+    part.__create_chunk_list__ = lambda: chunks
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

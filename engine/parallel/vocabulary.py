@@ -16,19 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.models.loss import IGNORED
 from engine.parallel.sharding import Sharding
+from engine.parallel.shards import chunk_of
 from engine.plan import Plan
 from engine.precision.policy import wide
 
 
-def rank_rows(vocab_size: int, num_ranks: int, rank: int) -> range:
-    """The rows that a rank holds of a vocabulary split over ``num_ranks``."""
-    size = -(-vocab_size // num_ranks)
-    return range(min(rank * size, vocab_size), min((rank + 1) * size, vocab_size))
-
-
 def local_vocab_size(vocab_size: int, plan: Plan, tp_rank: int) -> int:
     """Width of the logits on a tensor-parallel rank."""
-    return len(rank_rows(vocab_size, plan.tp, tp_rank)) if plan.vocab_parallel else vocab_size
+    return len(chunk_of(range(vocab_size), plan.tp, tp_rank)) if plan.vocab_parallel else vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +35,7 @@ class EmbeddingRows(Sharding):
     def compute(self, twin: nn.Module, mesh: DeviceMesh, *inputs: Tensor) -> Tensor:
         """Tokens int64 [B, L] to this rank's part [B, L, H] of the sum over ranks."""
         (tokens,) = inputs
-        rows = rank_rows(self.vocab_size, mesh.size(), mesh.get_local_rank())
+        rows = chunk_of(range(self.vocab_size), mesh.size(), mesh.get_local_rank())
         here = (tokens >= rows.start) & (tokens < rows.stop)
         embedded = super().compute(twin, mesh, torch.where(here, tokens - rows.start, 0))
         return embedded.masked_fill(~here[..., None], 0.0)
@@ -58,7 +53,7 @@ class SplitLoss:
 
     def __init__(self, mesh: DeviceMesh, vocab_size: int) -> None:
         self._group = mesh.get_group()
-        self._rows = rank_rows(vocab_size, mesh.size(), mesh.get_local_rank())
+        self._rows = chunk_of(range(vocab_size), mesh.size(), mesh.get_local_rank())
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Logits [B, L, this rank's rows] and labels int64 [B, L] of the whole vocabulary to a scalar, equal on all
