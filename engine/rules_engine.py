@@ -25,20 +25,6 @@ def _model_rule(feature: str, summary: str, lacking: Callable[[ModelSpec], str],
     )
 
 
-def _unbuilt_routing(model: ModelSpec) -> str:
-    moe = model.moe
-    if moe is None:
-        return ""
-    unbuilt = {
-        "sigmoid scores": moe.scoring != "softmax",
-        f"routing limited to {moe.groups_per_token} of {moe.num_groups} groups": moe.num_groups > 1,
-        "a selection bias": moe.selection_bias,
-        "a router bias": moe.router_bias,
-    }
-    told = [name for name, present in unbuilt.items() if present]
-    return f"routers with {', '.join(told)}" if told else ""
-
-
 def _is_plain_swiglu(model: ModelSpec) -> bool:
     return model.activation == "clamped_swiglu" and model.mlp == "plain"
 
@@ -65,25 +51,6 @@ _MODEL_RULES = (
         "rotary positions are plain, or scaled in a known way",
         _unbuilt_rope_scaling,
         "correct or remove model.rope_scaling",
-    ),
-    _model_rule(
-        "shared_experts",
-        "there are no shared experts",
-        lambda m: f"shared experts (width {m.moe.shared_ffn_size})" if m.moe and m.moe.shared_ffn_size else "",
-        _ANOTHER_MODEL,
-    ),
-    _model_rule("router", "routers are softmax over all experts, without biases", _unbuilt_routing, _ANOTHER_MODEL),
-    _model_rule(
-        "expert_bias",
-        "experts have no biases",
-        lambda m: "experts with biases" if m.moe and m.moe.expert_bias else "",
-        _ANOTHER_MODEL,
-    ),
-    _model_rule(
-        "plain_experts",
-        "experts are gated",
-        lambda m: "experts with a plain feed-forward" if m.moe and m.mlp == "plain" else "",
-        "set model.mlp to gated",
     ),
     _model_rule(
         "activation",
@@ -115,13 +82,6 @@ def _plan_rule(feature: str, summary: str, violated: Violated, told: str, change
 
 _PLAN_RULES = (
     _plan_rule(
-        "ep",
-        "experts are not spread over ranks",
-        lambda c, t: t["ep"] > 1,
-        "expert parallelism (ep {r.ep})",
-        "set ep to 1",
-    ),
-    _plan_rule(
         "expert_mesh",
         "experts lie on whole parts of dp_shard * cp * tp, or on whole multiples of it",
         lambda c, t: (
@@ -133,11 +93,16 @@ _PLAN_RULES = (
         "make one of the two products divide the other",
     ),
     _plan_rule(
-        "moe_tp",
-        "tensor parallelism splits every expert",
-        lambda c, t: (t["tp"] != t["etp"]) & (c.model.moe is not None),
-        "whole experts on each tensor-parallel rank (tp {r.tp}, etp {r.etp})",
-        "set etp to {r.tp}",
+        "token_split",
+        "with whole experts (etp 1), tp divides the tokens that a rank has of a sequence",
+        lambda c, t: (
+            (c.model.moe is not None)
+            & (t["tp"] > 1)
+            & (t["etp"] == 1)
+            & (t["sequence_length"] // t["cp"] % t["tp"] != 0)
+        ),
+        "whole experts with sequences of {r.sequence_length} tokens over cp {r.cp} and tp {r.tp}",
+        "make sequence_length a multiple of cp * tp, or set etp to {r.tp}",
     ),
     Rule(
         "engine.micro_batches",

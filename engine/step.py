@@ -17,16 +17,18 @@ from engine.errors import UserError
 from engine.memory.recompute import apply_recompute
 from engine.models.decoder import Decoder, initial_value
 from engine.models.loss import IGNORED, summed_loss
+from engine.moe.balance import ExpertBalance
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
 from engine.optim.sharded import OptimizerShards
 from engine.parallel.context_parallel import apply_context_parallel, split_sequences
 from engine.parallel.data import apply_data_parallel, end_evaluation
+from engine.parallel.experts import apply_experts, mixtures_of, splits_tokens
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
 from engine.parallel.replicated import GradientReducer
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
-from engine.parallel.shards import fill, gather
+from engine.parallel.shards import fill, gather, saved
 from engine.parallel.stages import rank_stages
 from engine.parallel.tensor import apply_tensor_parallel, settle_gradients
 from engine.parallel.tied import (
@@ -55,6 +57,8 @@ class StepResult:
     """Global gradient norm before clipping; None when it was not finite."""
     grad_norms: dict[str, float] = field(default_factory=dict)
     """Gradient norm of each group of parameters; empty when the step was skipped."""
+    auxiliary_loss: float = 0.0
+    """Sum of the routers' losses with their coefficients, nats; not part of ``loss``."""
     skipped: bool = False
     """Whether nothing was updated because the loss or a gradient was not finite on some rank."""
     compute_seconds: float = 0.0
@@ -92,6 +96,11 @@ class Stepper:
         self._parameters = rank_parameters(parts)
         self._shards = OptimizerShards(self._parameters, context)
         self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters)
+        mixtures = {name: layer for part in parts for name, layer in mixtures_of(part).items()}
+        self._balance = ExpertBalance(
+            mixtures, config.hyperparameters, context, splits_tokens=splits_tokens(config.plan)
+        )
+        self._weights: dict[str, Tensor] = self._parameters | self._balance.selection_biases()
         self._reducer = GradientReducer(self._parameters, context, overlap=config.plan.overlap_dp)
 
     @classmethod
@@ -154,6 +163,7 @@ class Stepper:
             context.tp_rank if self._config.plan.sequence_parallel else 0,
         )
         with self.generators.stream("dropout", *stream_ranks):
+            self._balance.begin_step(tokens.numel() * context.plan.dp * context.plan.cp)
             self._reducer.begin_step(len(tokens) // self.micro_batch_size)
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))
         self._reducer.reduce_gradients()
@@ -163,12 +173,14 @@ class Stepper:
             loss_share.zero_()
         context.synchronize()
         computed = time.perf_counter()
-        sums = torch.cat([loss_share.view(1), squared_norms(without_copies(self._parameters), context)])
-        loss, *squares = context.sum_over_world(sums).tolist()
+        losses = torch.stack([loss_share, self._balance.loss_share()])
+        sums = torch.cat([losses, squared_norms(without_copies(self._parameters), context)])
+        loss, auxiliary_loss, *squares = context.sum_over_world(sums).tolist()
         grad_norm = math.sqrt(sum(squares))
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not skipped:
             self._update(grad_norm, learning_rate)
+        self._balance.end_step(skipped=skipped)
         for parameter in self._parameters.values():
             parameter.grad = None
         context.synchronize()
@@ -177,6 +189,7 @@ class Stepper:
             num_valid_tokens=num_valid,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             grad_norms={} if skipped else {g: math.sqrt(square) for g, square in zip(GROUPS, squares, strict=True)},
+            auxiliary_loss=auxiliary_loss,
             skipped=skipped,
             compute_seconds=computed - start,
             optimizer_seconds=time.perf_counter() - computed,
@@ -217,12 +230,15 @@ class Stepper:
         The form is the same under every plan, so a checkpoint can be read under another one.
         """
         return {
-            "model": by_model_name({name: parameter.detach() for name, parameter in self._parameters.items()}),
-            "optimizer": by_model_name({
-                f"{name}.{state}": value
-                for name, tensor in self._shards.tensors.items()
-                for state, value in self.optimizer.state[tensor].items()
-            }),
+            "model": by_model_name({name: saved(weight.detach()) for name, weight in self._weights.items()})
+            | self._balance.previous_loads(),
+            "optimizer": by_model_name(
+                {
+                    f"{name}.{state}": saved(value)
+                    for name, tensor in self._shards.tensors.items()
+                    for state, value in self.optimizer.state[tensor].items()
+                }
+            ),
         }
 
     @torch.no_grad()
@@ -242,13 +258,13 @@ class Stepper:
         Raises:
             UserError: A weight of this rank's part is missing or has another shape.
         """
-        missing = set(self._parameters)
+        missing = set(self._weights)
         for fqn, whole in weights:
-            holders = [name for name in self._parameters if model_name(name) == fqn]
+            holders = [name for name in self._weights if model_name(name) == fqn]
             if not holders:
                 continue
             missing.difference_update(holders)
-            parameter = self._parameters[holders[0]]
+            parameter = self._weights[holders[0]]
             if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < parameter.shape[0]:
                 rest = initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape)[whole.shape[0] :]
                 whole = torch.cat([whole, rest])
@@ -258,7 +274,7 @@ class Stepper:
                     hint="use the model section that belongs to these weights (its config.json)",
                 )
             for name in holders:
-                fill(self._parameters[name], whole)
+                fill(self._weights[name], whole)
         if missing:
             raise UserError(
                 f"{len(missing)} weights are missing, the first is {min(map(model_name, missing))}",
@@ -271,14 +287,16 @@ class Stepper:
         weight at a time, and one rank of each stage keeps a copy."""
         keeps = self.context.dp_rank == self.context.cp_rank == self.context.tp_rank == 0
         weights: dict[str, Tensor] = {}
-        for fqn, parameter in without_copies(self._parameters).items():
+        for fqn, parameter in without_copies(self._weights).items():
             whole = gather(parameter)
             if keeps:
                 weights[fqn] = whole.detach().to("cpu", copy=True)
         return gather_to_main(weights, self.context)
 
     def _initialise(self) -> None:
-        for name, parameter in self._parameters.items():
+        for load in self._balance.previous_loads().values():
+            load.zero_()
+        for name, parameter in self._weights.items():
             fill(parameter, initial_value(self.spec, self._config.runtime.seed, model_name(name), parameter.shape))
 
 
@@ -307,6 +325,7 @@ def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) ->
             ).to(policy.parameters)
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
         apply_tensor_parallel(part, spec, context)
+        apply_experts(part, plan, context)
         apply_context_parallel(part, plan, context)
         apply_data_parallel(part, plan, policy, context)
         parts.append(part)

@@ -14,6 +14,7 @@ from engine.config import RunConfig
 from engine.context import ParallelContext, open_context
 from engine.errors import UserError
 from engine.layout import DENSE_AXES, EXPERT_AXES
+from engine.moe.dispatch import Loads
 from engine.moe.experts import Experts
 from engine.optim.groups import GROUPS
 from engine.parallel.vocabulary import local_vocab_size
@@ -54,7 +55,7 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
 class ValuelessContext(ParallelContext):
     """A rank whose collectives give no values: what decides how a step goes on is taken to be well."""
 
-    ones = torch.ones(1 + len(GROUPS), dtype=torch.float64)
+    ones = torch.ones(2 + len(GROUPS), dtype=torch.float64)
 
     def sum_over_batch(self, values: Tensor) -> Tensor:
         """See ``ParallelContext``; one."""
@@ -62,15 +63,16 @@ class ValuelessContext(ParallelContext):
         return torch.tensor(1)
 
     def sum_over_world(self, values: Tensor) -> Tensor:
-        """See ``ParallelContext``; the loss and the squared gradient norms, one each."""
+        """See ``ParallelContext``; the losses and the squared gradient norms, one each."""
         super().sum_over_world(values)
         return self.ones
 
 
-def equal_loads(chosen: Tensor, num_experts: int) -> list[int]:
-    """Tokens of each expert where none has a value: in equal parts."""
-    whole, rest = divmod(chosen.numel(), num_experts)
-    return [whole + (expert < rest) for expert in range(num_experts)]
+def equal_loads(sent: Tensor, received: Tensor, num_rows: int) -> Loads:
+    """Rows for each slot where counts have no values: in equal parts, from every rank alike."""
+    whole, rest = divmod(num_rows, len(sent))
+    equal = [whole + (slot < rest) for slot in range(len(sent))]
+    return Loads(equal, equal)
 
 
 class Observation(NamedTuple):
@@ -101,7 +103,7 @@ class DryRun:
         for part in self._parts:
             for module in part.modules():
                 if isinstance(module, Experts):
-                    module.loads = equal_loads  # type: ignore[method-assign]
+                    module.dispatch.loads_of = equal_loads
             with self._fake:
                 part.to_empty(device=context.device)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from engine.models.decoder import Decoder
+from engine.moe.layer import MixtureOfExperts
 from engine.plan import Plan
 
 
@@ -14,7 +15,8 @@ def apply_recompute(part: Decoder, plan: Plan, *, preserve_rng: bool) -> None:
     """Make the blocks that ``plan.recompute`` names save their input only.
 
     The decision is by the layer's number in the whole model, so it does not change with the pipeline's stages. A
-    block's hooks stay outside, so sharded parameters are gathered once for recomputation and backward.
+    block's hooks stay outside, so sharded parameters are gathered once for recomputation and backward. Routing is not
+    decided again (``engine.moe.memory``).
 
     Args:
         part: A model or a stage.
@@ -24,6 +26,13 @@ def apply_recompute(part: Decoder, plan: Plan, *, preserve_rng: bool) -> None:
     if plan.recompute == "none":
         return
     period = plan.recompute_period if plan.recompute == "every_k" else 1
-    for layer, block in part.layers.items():
-        if int(layer) % period == 0:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng)
+    for number, block in part.layers.items():
+        if int(number) % period == 0:
+            layer = block.feed_forward
+            block.forward = partial(
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=preserve_rng,
+                context_fn=layer.memory.contexts if isinstance(layer, MixtureOfExperts) else noop_context_fn,
+            )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.models.layers import ACTIVATIONS, gated_activation
-from engine.precision.linear import linear
+from engine.moe.dispatch import Dispatch
+from engine.moe.memory import RoutingMemory
+from engine.moe.stacked_linear import stacked_linear
 from engine.spec import ModelSpec, MoESpec
 
 
@@ -28,31 +31,33 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None
     """[E, H]"""
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        """The weights that there are, changed."""
+        changed = {name: change(weight) for name, weight in self._asdict().items() if weight is not None}
+        return self._replace(**changed)
+
 
 class Experts(nn.Module):
     """Gated or plain feed-forwards with stacked weights: see ``ExpertWeights``, which names the parameters."""
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, memory: RoutingMemory) -> None:
         super().__init__()
         gated = spec.mlp == "gated"
         inward = torch.Size((moe.num_experts, moe.ffn_size, spec.hidden_size))
         outward = torch.Size((moe.num_experts, spec.hidden_size, moe.ffn_size))
-        shapes = {"gate": inward if gated else None, "up": inward, "down": outward}
+        shapes = {"gate": inward, "up": inward, "down": outward}
         for name, shape in shapes.items():
-            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))
-            has_bias = shape is not None and moe.expert_bias
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(shape[:2])) if has_bias else None)
+            exists = gated or name != "gate"
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if exists else None)
+            bias = nn.Parameter(torch.empty(shape[:2])) if exists and moe.expert_bias else None
+            self.register_parameter(f"{name}_bias", bias)
         self._combine = gated_activation(spec.activation) if gated else None
         self._activate = None if gated else ACTIVATIONS[spec.activation]
+        self.dispatch = Dispatch(moe.num_experts, memory)
 
     def slot_weights(self) -> ExpertWeights:
-        """The weights as they are computed with."""
+        """The weights of this rank's slots, as they are computed with: at first those of all experts."""
         return ExpertWeights(*(getattr(self, name) for name in ExpertWeights._fields))
-
-    @staticmethod
-    def loads(chosen: Tensor, num_experts: int) -> list[int]:
-        """Tokens of each expert."""
-        return chosen.flatten().bincount(minlength=num_experts).tolist()
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum over each token's experts of its weight times the expert's output.
@@ -65,23 +70,15 @@ class Experts(nn.Module):
         Returns:
             [T, H]
         """
-        stacked = ExpertWeights(*(None if w is None else w.to(tokens.dtype) for w in self.slot_weights()))
-        order = chosen.flatten().argsort(stable=True)
-        token_of = order // chosen.shape[1]
-        parts = tokens[token_of].split(self.loads(chosen, len(stacked.up)))
-        outputs = [self._expert(part, _one(stacked, expert)) for expert, part in enumerate(parts)]
-        weighted = torch.cat(outputs) * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, token_of, weighted)
+        return self.dispatch(tokens, weights, chosen, self._compute, limited=self.training)
 
-    def _expert(self, x: Tensor, weights: ExpertWeights) -> Tensor:
-        up = linear(x, weights.up, weights.up_bias)
+    def _compute(self, rows: Tensor, loads: Sequence[int]) -> Tensor:
+        """Rows [R, H], sorted by slot, to each slot's output [R, H]."""
+        weights = self.slot_weights().each(lambda weight: weight.to(rows.dtype))
+        up = stacked_linear(rows, loads, weights.up, weights.up_bias)
         if self._combine is not None and weights.gate is not None:
-            hidden = self._combine(linear(x, weights.gate, weights.gate_bias), up)
+            hidden = self._combine(stacked_linear(rows, loads, weights.gate, weights.gate_bias), up)
         else:
             assert self._activate is not None
             hidden = self._activate(up)
-        return linear(hidden, weights.down, weights.down_bias)
-
-
-def _one(stacked: ExpertWeights, expert: int) -> ExpertWeights:
-    return ExpertWeights(*(None if w is None else w[expert] for w in stacked))
+        return stacked_linear(hidden, loads, weights.down, weights.down_bias)

@@ -87,13 +87,11 @@ class Sharding:
         parameters: How each of the module's own parameters is held; those that it lacks are passed by.
         inputs: What becomes of each positional input; None for nothing.
         output: What becomes of the output. A ``bias`` is added after it, once.
-        axis: The ranks, by the name of their axis.
     """
 
     parameters: Mapping[str, Use] = field(default_factory=dict)
     inputs: tuple[Border | None, ...] = ()
     output: Border | None = None
-    axis: str = "tp"
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Split a module that is still on the meta device over a one-dimensional mesh."""

@@ -58,7 +58,7 @@ def tensor_parallel_table(spec: ModelSpec, plan: Plan) -> dict[str, Sharding]:
 
 
 def _experts(plan: Plan, stream: Placement, enter: Border, leave: Border) -> dict[str, Sharding]:
-    """Router, routed and shared experts.
+    """Router and shared experts; the routed experts' own parameters are split by ``engine.parallel.experts``.
 
     With a slice of each expert on every rank, all ranks see all tokens, and what each computes after the router is a
     part of the output: so all gradients, the router's too, are parts until they leave the layer. With whole experts,
@@ -67,11 +67,9 @@ def _experts(plan: Plan, stream: Placement, enter: Border, leave: Border) -> dic
     router = Sharding({"weight": SHARED, "bias": SHARED})
     into_shared = dict.fromkeys(("moe.shared.gate", "moe.shared.up"), Sharding({"weight": ROWS, "bias": ROWS}))
     if plan.etp == plan.tp:
-        slices = dict.fromkeys(("gate", "up", "gate_bias", "up_bias"), COLUMNS)
         return {
             "moe": Sharding(inputs=(enter,), output=leave),
             "moe.router": router,
-            "moe.experts": Sharding(slices | {"down": Use(Shard(2), Shard(2)), "down_bias": ONCE}, axis="etp"),
             **into_shared,
             "moe.shared.down": Sharding({"weight": COLUMNS, "bias": ONCE}),
         }
@@ -116,7 +114,7 @@ def apply_tensor_parallel(part: Decoder, spec: ModelSpec, context: ParallelConte
     for pattern, sharding in tensor_parallel_table(spec, context.plan).items():
         for name in [pattern.replace("*", layer) for layer in part.layers] if "*" in pattern else [pattern]:
             if name in modules:
-                sharding.apply(modules[name], context.axis(sharding.axis))
+                sharding.apply(modules[name], context.axis("tp"))
 
 
 def settle_gradients(parts: Iterable[nn.Module]) -> None:
