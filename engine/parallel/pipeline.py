@@ -197,7 +197,8 @@ class PipelineRunner:
         for stage in self._stages:
             if told := stage.doing() or stage.waiting(ahead):
                 return told
-        return f"pipeline rank {self._context.pp_rank} waited for what its stages had sent to be taken"
+        sent = "; ".join(filter(None, (stage.sending() for stage in self._stages)))
+        return sent or f"pipeline rank {self._context.pp_rank} waited for its neighbours before the first micro-batch"
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._loss(logits, labels) * self._scale

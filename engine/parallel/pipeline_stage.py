@@ -42,6 +42,7 @@ class Stage(PipelineStage):
         self._ranks = [stage_rank(plan, stage) for stage in range(plan.num_stages)]
         self._whole_backward = plan.recompute != "none"
         self._received: dict[tuple[str, int], bool] = {}
+        self._sent: tuple[str, int] | None = None
         self._doing = ""
         if plan.schedule in SPLIT_BACKWARD and isinstance(part, FSDPModule):
             # Gradients of weights are made when the weights may be gone again: the second half looks for them.
@@ -55,6 +56,7 @@ class Stage(PipelineStage):
     def start(self) -> None:
         """Forget the step before."""
         self._received.clear()
+        self._sent = None
         self._doing = ""
 
     def doing(self) -> str:
@@ -72,10 +74,20 @@ class Stage(PipelineStage):
             if not received and (kind, self.stage_index, number) not in ahead:
                 source = self.stage_index + (1 if kind == "backward" else -1)
                 return (
-                    f"stage {self.stage_index} waited for the {kind} of micro-batch {number} from stage {source}"
-                    f" (pipeline rank {self._ranks[source]})"
+                    f"stage {self.stage_index} waited for the {kind} of micro-batch {number} from {self._named(source)}"
                 )
         return ""
+
+    def sending(self) -> str:
+        """What was sent last, and who must take it, in words; empty if nothing was sent."""
+        if self._sent is None:
+            return ""
+        kind, number = self._sent
+        target = self.stage_index + (1 if kind == "forward" else -1)
+        return (
+            f"stage {self.stage_index} waited for {self._named(target)} to take what it was sent, at last the {kind} of"
+            f" micro-batch {number}"
+        )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See ``PipelineStage``."""
@@ -84,6 +96,18 @@ class Stage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See ``PipelineStage``."""
         return self._noted("backward", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See ``PipelineStage``."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self._sent = ("forward", fwd_chunk_id) if operations else self._sent
+        return operations
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See ``PipelineStage``."""
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        self._sent = ("backward", bwd_chunk_id) if operations else self._sent
+        return operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See ``PipelineStage``."""
@@ -114,6 +138,9 @@ class Stage(PipelineStage):
         if operations:
             self._received[kind, number] = False
         return operations
+
+    def _named(self, stage: int) -> str:
+        return f"stage {stage} (pipeline rank {self._ranks[stage]})"
 
     def _begin(self, kind: str, number: int) -> None:
         self._received[kind, number] = True
