@@ -157,6 +157,7 @@ class DryRun:
         config = self._config.changed(hyperparameters=hyper.changed(global_batch_size=local_batch * plan.dp))
         runner = make_runner(config, self._context, config.model, self._parts, self._loss)
         stepper = Stepper(config, self._context, config.model, self._parts, runner)
+        stepper.placer.watches = False
         return stepper, torch.zeros(2, local_batch, config.workload.sequence_length, dtype=torch.int64)
 
     @staticmethod
@@ -166,7 +167,7 @@ class DryRun:
     def _tracker(self, stepper: Stepper, look_at: int | None) -> OwnedStorageTracker:
         plan, spec = self._config.plan, self._config.model
         vocab = local_vocab_size(spec.vocab_size, plan, self._context.tp_rank)
-        num_logits = plan.micro_batch_size * self._config.workload.sequence_length * vocab
+        num_logits = plan.micro_batch_size * self._config.workload.sequence_length // plan.cp * vocab
         return OwnedStorageTracker(lambda: owners_of(stepper), num_logits, look_at)
 
 

@@ -23,6 +23,8 @@ CASES = [
         ("zero2-tp2-sp", {"dp_shard": 2, "tp": 2, "zero_stage": 2, **SP}, "llama-tied"),
         ("zero3-pp2", {"dp_shard": 2, "pp": 2, "recompute": "full"}, "llama"),
         ("tp2-sp-pp2", {"tp": 2, "pp": 2, **SP}, "llama"),
+        ("zero3-cp2", {"dp_shard": 2, "cp": 2, "recompute": "full"}, "llama"),
+        ("tp2-sp-cp2-gathered", {"tp": 2, "cp": 2, "cp_attention": "all_gather", **SP}, "llama"),
         ("zero3-of-4", {"dp_shard": 4, "micro_batch_size": 1}, "gpt2"),
     )
 ]
