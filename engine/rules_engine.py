@@ -37,8 +37,6 @@ def _unbuilt_rope_scaling(model: ModelSpec) -> str:
     return ""
 
 
-_ANOTHER_MODEL = "choose a model without it; plans for such a model can be searched, but not trained here"
-
 _MODEL_RULES = (
     _model_rule(
         "latent_attention",

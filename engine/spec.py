@@ -109,7 +109,8 @@ class ModelSpec(Schema):
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Hugging Face ``rope_scaling`` settings; null for plain rotary positions."""
+    """Hugging Face ``rope_scaling`` settings: ``rope_type`` linear, dynamic, llama3, yarn or longrope, and that kind's
+    keys; null for plain rotary positions."""
     mlp: Literal["gated", "plain"] = "gated"
     """Gated (gate, up, down) or plain (up, down) feed-forward."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
@@ -143,6 +144,10 @@ class ModelSpec(Schema):
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
         if self.positions == "rope" and self.latent_attention is None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.positions == "rope" and self.latent_attention and self.latent_attention.rope_head_dim % 2:
+            raise ValueError(
+                f"rope_head_dim must be even for rotary positions, got {self.latent_attention.rope_head_dim}"
+            )
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
