@@ -243,5 +243,5 @@ def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> d
                 gathered[fqn] = torch.empty(shape, dtype=dtype)
                 dist.recv(gathered[fqn], group=group, group_src=stage)
             elif context.pp_rank == stage:
-                dist.send(mine[fqn], group=group, group_dst=0)
+                dist.send(mine[fqn].contiguous(), group=group, group_dst=0)
     return gathered
