@@ -22,7 +22,8 @@ def group_of(fqn: str) -> str:
 
 def decays(fqn: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: to matrices, not to norms, biases and the embedding of positions."""
-    return parameter.ndim > 1 and not fqn.startswith("positions.")
+    is_bias = fqn.endswith("bias")  # experts' are stacked, and so have two dimensions
+    return parameter.ndim > 1 and not is_bias and not fqn.startswith("positions.")
 
 
 def of_experts(fqn: str) -> bool:

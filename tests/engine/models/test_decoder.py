@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine.models.decoder import Decoder, initial_value
+from engine.optim.groups import decays
 from engine.plan import Plan
-from engine.spec import ModelSpec
+from engine.spec import ModelSpec, MoESpec
 
 pytestmark = pytest.mark.unit
 
@@ -59,3 +60,18 @@ def test_no_token_sees_the_future() -> None:
     before, after = model(tokens), model(changed)
     assert torch.allclose(before[:, :5], after[:, :5], atol=1e-5)
     assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
+
+
+def test_weight_decay_leaves_norms_sinks_and_every_bias_alone() -> None:
+    spec = ModelSpec(
+        num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=8, vocab_size=16,
+        positions="learned", qk_norm=True, attention_sinks=True, qkv_bias=True,
+        moe=MoESpec(num_experts=2, experts_per_token=1, ffn_size=4, expert_bias=True, router_bias=True),
+    )  # fmt: skip
+    with torch.device("meta"):
+        parameters = dict(Decoder(spec, layers=range(1)).named_parameters())
+    kept = {fqn.removeprefix("layers.0.") for fqn, parameter in parameters.items() if decays(fqn, parameter)}
+    assert kept == {
+        "embedding.weight", "head.weight", "moe.router.weight", "moe.experts.gate", "moe.experts.up",
+        "moe.experts.down", *(f"attention.{name}.weight" for name in ("query", "key", "value", "out")),
+    }  # fmt: skip
