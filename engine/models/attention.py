@@ -58,15 +58,19 @@ def attend(
     Returns:
         [B, Hq, L, Dv]
     """
-    grouped = query.shape[1] != key.shape[1]
     length = query.shape[2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
         return _attend_with_sinks(query, key, value, causal_mask(length, window, query.device), sinks, scale)
-    if window is None or window >= length:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    mask = causal_mask(length, window, query.device)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    mask = None if window is None or window >= length else causal_mask(length, window, query.device)
+    # Fused kernels take heads of one width. Zeros in queries and keys change no logit, those in values are cut off.
+    widest = max(query.shape[-1], value.shape[-1])
+    q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return mixed[..., : value.shape[-1]]
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
