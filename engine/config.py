@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from engine.errors import UserError
 from engine.hf_config import load_model
 from engine.plan import Plan
 from engine.schema import Schema, parse
 from engine.spec import Count, CountOrZero, Hyperparameters, ModelSpec, Name, NonNegative, Positive, Workload
+from engine.stage_split import BY_COST, split_by_cost
 from engine.units import parse_batch, parse_tokens
 from engine.yaml_file import YamlDocument, dump_yaml, read_yaml
 
@@ -69,6 +70,11 @@ class RuntimeOptions(Schema):
     """CPU threads of each rank (device cpu)."""
     init_from: str | None = None
     """A Hugging Face folder or ``.safetensors`` file whose weights training starts from; null for random weights."""
+    topology: str | None = None
+    """What ``engine.probe --pairs`` measured of these devices: ranks are placed by it, and ``plan.all_reduce``
+    ``topology`` chooses its routes by it; null leaves each process the rank it was started with."""
+    refresh_topology: bool = False
+    """Measure one pair of ranks after every step (``plan.all_reduce: topology``), to notice links that changed."""
     learning_rate_scale: Positive = 1.0
     """Factor on the schedule's learning rate at the start; the retuner may change it later."""
     stop_after_steps: Count | None = None
@@ -127,15 +133,15 @@ class RunConfig(Schema):
 
 
 def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tuple[Any, list[str]]:
-    """Bring the written forms of quantities (``512-seqs``, ``4Mi-tokens``) to numbers, and a model named by a file to
-    its spec.
+    """Bring the written forms of quantities (``512-seqs``, ``4Mi-tokens``) to numbers, a model named by a file to its
+    spec, and layers per stage ``by_cost`` to a list.
 
     Args:
         data: A run file's mapping, as read.
         document: Where it came from; relative model paths are taken from its folder.
 
     Returns:
-        The data ready for ``RunConfig`` and notes on what was rounded.
+        The data ready for ``RunConfig`` and notes on what was rounded or chosen.
     """
     if not isinstance(data, dict):
         return data, []
@@ -157,12 +163,31 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
             batch = parse_batch(hyper["global_batch_size"], length, multiple_of=multiple)
             hyper["global_batch_size"] = batch.num_sequences
             notes += [batch.note] if batch.note else []
+    if isinstance(plan, dict) and plan.get("layers_per_stage") == BY_COST:
+        plan["layers_per_stage"], note = _layers_by_cost(data)
+        notes += [note] if note else []
     return data, notes
 
 
+def _layers_by_cost(data: dict[str, Any]) -> tuple[list[int] | None, str]:
+    """The layers of each stage by cost, and a note that prints them; nothing where the data is wrong or the stages are
+    too many, which is told when the run is checked."""
+    try:
+        spec = ModelSpec.model_validate(data.get("model"))
+        plan = Plan.model_validate({**data["plan"], "layers_per_stage": None})
+        length = Workload.model_validate(data.get("workload")).sequence_length
+    except ValidationError:
+        return None, ""
+    if plan.num_stages > spec.num_layers:
+        return None, ""
+    sizes = split_by_cost(spec, plan, length)
+    return list(sizes), f"layers_per_stage {BY_COST} is {list(sizes)}"
+
+
 def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy in which the model, corpus, tokenizer, weights and checkpoint named relative to the file's ``folder`` are
-    absolute, so that the run can be started from anywhere. Names that stand for something built in stay."""
+    """A copy in which the model, corpus, tokenizer, weights, topology and checkpoint named relative to the file's
+    ``folder`` are absolute, so that the run can be started from anywhere. Names that stand for something built in
+    stay."""
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     base = folder.absolute()
 
@@ -178,7 +203,7 @@ def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
             corpus["paths"] = [absolute(path, "python-stdlib") for path in corpus["paths"]]
         if "tokenizer" in corpus:
             corpus["tokenizer"] = absolute(corpus["tokenizer"], "bytes")
-    for section, key in (("runtime", "init_from"), ("branch", "checkpoint")):
+    for section, key in (("runtime", "init_from"), ("runtime", "topology"), ("branch", "checkpoint")):
         values = data.get(section)
         if isinstance(values, dict) and key in values:
             values[key] = absolute(values[key], None)

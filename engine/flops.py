@@ -111,14 +111,28 @@ def training_flops_per_token(spec: ModelSpec, sequence_length: int, *, causal: b
         causal: False counts masked positions too, as published figures often do: sequence_length (or the window)
             for each token.
     """
-    multiplied = _multiplied_weights(spec)
-    if spec.latent_attention:
-        latent = spec.latent_attention
+    blocks = sum(layer_flops_per_token(spec, layer, sequence_length, causal=causal) for layer in range(spec.num_layers))
+    return blocks + head_flops_per_token(spec)
+
+
+def layer_flops_per_token(spec: ModelSpec, layer: int, sequence_length: int, *, causal: bool = True) -> float:
+    """The part of block ``layer`` (from 0) in ``training_flops_per_token``."""
+    return 6.0 * _layer_weights(spec, layer) + attention_flops_per_token(spec, layer, sequence_length, causal=causal)
+
+
+def attention_flops_per_token(spec: ModelSpec, layer: int, sequence_length: int, *, causal: bool = True) -> float:
+    """The part of the attention's own two products of block ``layer`` in ``training_flops_per_token``."""
+    latent = spec.latent_attention
+    if latent:
         width = spec.num_heads * (latent.nope_head_dim + latent.rope_head_dim + latent.value_head_dim)
     else:
         width = 2 * spec.num_heads * spec.head_dim
-    context = sum(_mean_context(spec, layer, sequence_length, causal) for layer in range(spec.num_layers))
-    return 6.0 * (multiplied + width * context)
+    return 6.0 * width * _mean_context(spec, layer, sequence_length, causal)
+
+
+def head_flops_per_token(spec: ModelSpec) -> float:
+    """The part of the head in ``training_flops_per_token``."""
+    return 6.0 * spec.vocab_size * spec.hidden_size
 
 
 def recomputed_flops_per_token(
@@ -138,24 +152,19 @@ def recomputed_flops_per_token(
     """
     if recompute == "none":
         return 0.0
-    total = training_flops_per_token(spec, sequence_length, causal=causal)
-    weights = 6.0 * _multiplied_weights(spec)
+    layers = range(spec.num_layers)
     if recompute == "selective":
-        return (total - weights) / 3
-    blocks = total - 6.0 * spec.vocab_size * spec.hidden_size
+        return sum(attention_flops_per_token(spec, layer, sequence_length, causal=causal) for layer in layers) / 3
+    blocks = sum(layer_flops_per_token(spec, layer, sequence_length, causal=causal) for layer in layers)
     return blocks / 3 / (period if recompute == "every_k" else 1)
 
 
-def _multiplied_weights(spec: ModelSpec) -> int:
-    """Weights in matrix products with one token: active ones without lookups, biases and norms."""
-    attention, _, _ = _attention(spec)
-    total = spec.num_layers * attention + spec.vocab_size * spec.hidden_size
-    for layer in range(spec.num_layers):
-        if spec.moe is not None and spec.is_moe_layer(layer):
-            total += _active_moe_weights(spec, spec.moe)
-        else:
-            total += _mlp(spec, spec.ffn_size)
-    return total
+def _layer_weights(spec: ModelSpec, layer: int) -> int:
+    """Weights of a block in matrix products with one token: active ones without biases and norms."""
+    weights, _, _ = _attention(spec)
+    if spec.moe is not None and spec.is_moe_layer(layer):
+        return weights + _active_moe_weights(spec, spec.moe)
+    return weights + _mlp(spec, spec.ffn_size)
 
 
 def _active_moe_weights(spec: ModelSpec, moe: MoESpec) -> int:

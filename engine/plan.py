@@ -43,7 +43,8 @@ class Plan(Schema):
     virtual_stages: Count = 1
     """Pipeline stages per rank."""
     layers_per_stage: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
-    """Layers of each stage in order; null splits evenly, the remainder to the first stages."""
+    """Layers of each stage in order; null splits evenly, the remainder to the first stages. A run file may say
+    by_cost: the largest cost is made smallest, embedding, head and loss counted."""
     micro_batch_size: Count = 1
     """Sequences per micro-batch and data-parallel rank."""
     zero_stage: Literal[0, 1, 2, 3] = 3

@@ -22,6 +22,7 @@ from pathlib import Path
 from engine.config import load_run
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.rules import check_run
+from engine.stage_split import describe_split
 from engine.traced import RankTrace
 from engine.units import format_bytes
 
@@ -36,19 +37,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def trace_file(path: Path, rank: int) -> RankTrace:
-    """Dry-run one rank of a run file.
+def trace_file(path: Path, rank: int) -> tuple[RankTrace, list[str]]:
+    """Dry-run one rank of a run file; also what there is to say of the file: notes, and the stages of a pipeline.
 
     Raises:
         UserError: The run breaks a rule, or has no such rank.
     """
-    config, _ = load_run(path)
+    config, notes = load_run(path)
     check_run(config)
+    if config.plan.pp > 1:
+        notes.append(describe_split(config.model, config.plan, config.workload.sequence_length))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
     from engine.trace_run import trace_rank
 
-    return trace_rank(config, rank)
+    return trace_rank(config, rank), notes
 
 
 def describe(trace: RankTrace) -> str:
@@ -73,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore")
     try:
-        trace = trace_file(arguments.run, arguments.rank)
+        trace, notes = trace_file(arguments.run, arguments.rank)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
-    print("\n" + json.dumps(trace.to_data()) if arguments.json else describe(trace), flush=True)
+    told = "\n" + json.dumps(trace.to_data()) if arguments.json else "\n".join([*notes, describe(trace)])
+    print(told, flush=True)
     return 0
 
 

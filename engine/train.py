@@ -38,6 +38,7 @@ from engine.outcome import (
 )
 from engine.rules import check_run
 from engine.signals import SignalWatch
+from engine.stage_split import describe_split
 from engine.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Program:
         context = open_context(config.plan, config.runtime)
         for note in notes:
             self._report(note)
+        if config.plan.pp > 1:
+            self._report(describe_split(config.model, config.plan, config.workload.sequence_length))
         exit_code = self._with_context(config, context)
         context.barrier()  # torchrun ends all ranks as soon as one ends: rank 0 must have written everything
         context.close()

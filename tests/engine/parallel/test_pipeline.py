@@ -46,7 +46,7 @@ ZBV = {"schedule": "zbv", "virtual_stages": 2}
 TIED = [
     Case(
         f"tied-{name}",
-        {"pp": 2, "micro_batch_size": 6, **plan},
+        {"pp": 2, "micro_batch_size": 3, **plan},
         "seven-tied",
         "pipeline_cases:tied_copies",
         hyperparameters={"clip_norm": 0.5, "weight_decay": 0.1},
