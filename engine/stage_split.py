@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage by what they cost, embedding, head and loss counted.
+"""Which rank holds a pipeline stage, and layers of each stage by what they cost, embedding, head and loss counted.
 
 A step through a pipeline takes as long as its busiest rank, so the largest cost is made as small as it can be. Costs
 are FLOPs of training on one token (``engine.flops``), with what recompute adds. Embedding and loss have no matrix
@@ -14,15 +14,31 @@ from math import comb
 import numpy as np
 
 from engine.flops import attention_flops_per_token, head_flops_per_token, layer_flops_per_token
-from engine.parallel.stages import stage_rank
 from engine.plan import Plan
 from engine.spec import ModelSpec
+
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose micro-batches go down the ranks and come back up: the first rank holds the last stage too."""
 
 BY_COST = "by_cost"
 """What a run file says for ``plan.layers_per_stage`` to have the layers split here."""
 
 _FEW = 20_000
 """Splits that are all tried."""
+
+
+def rank_stages(plan: Plan, pp_rank: int) -> tuple[int, ...]:
+    """Stages of a pipeline rank, ascending: one in each round over the ranks, every second round backwards where the
+    schedule is V-shaped."""
+    rounds = range(plan.virtual_stages)
+    back = plan.pp - 1 - pp_rank if plan.schedule in V_SHAPED else pp_rank
+    return tuple(number * plan.pp + (back if number % 2 else pp_rank) for number in rounds)
+
+
+def stage_rank(plan: Plan, stage: int) -> int:
+    """The pipeline rank that holds a stage."""
+    number, place = divmod(stage, plan.pp)
+    return plan.pp - 1 - place if number % 2 and plan.schedule in V_SHAPED else place
 
 
 def layer_costs(spec: ModelSpec, plan: Plan, sequence_length: int) -> list[float]:

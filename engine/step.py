@@ -29,7 +29,6 @@ from engine.parallel.pipeline import PipelineRunner, gather_to_main
 from engine.parallel.replicated import GradientReducer
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather, saved
-from engine.parallel.stages import rank_stages
 from engine.parallel.tensor import apply_tensor_parallel, settle_gradients
 from engine.parallel.tied import (
     by_model_name,
@@ -43,6 +42,7 @@ from engine.parallel.vocabulary import SplitLoss
 from engine.precision.policy import precision_policy
 from engine.rng import Generators
 from engine.spec import ModelSpec
+from engine.stage_split import rank_stages
 
 
 @dataclass(frozen=True)

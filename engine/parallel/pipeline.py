@@ -24,10 +24,10 @@ from engine.failures import RunFailure, communication_failure
 from engine.models.decoder import Decoder
 from engine.parallel.pipeline_stage import Stage
 from engine.parallel.runner import LossFunction
-from engine.parallel.stages import stage_rank
 from engine.plan import Plan
 from engine.precision.policy import PrecisionPolicy
 from engine.spec import ModelSpec
+from engine.stage_split import stage_rank
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from engine.context import ParallelContext
 from engine.models.decoder import Decoder
-from engine.parallel.stages import stage_rank
+from engine.stage_split import stage_rank
 from engine.torch_private import accumulate_fsdp_gradients
 
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")

@@ -11,11 +11,10 @@ import pytest
 from engine.config import load_run
 from engine.errors import RuleError
 from engine.flops import recomputed_flops_per_token, training_flops_per_token
-from engine.parallel.stages import stage_rank
 from engine.plan import Plan
 from engine.rules import check_run
 from engine.spec import ModelSpec
-from engine.stage_split import describe_split, layer_costs, split_by_cost, stage_costs
+from engine.stage_split import describe_split, layer_costs, split_by_cost, stage_costs, stage_rank
 from engine.yaml_file import dump_yaml
 
 pytestmark = pytest.mark.unit

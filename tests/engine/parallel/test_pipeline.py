@@ -12,10 +12,10 @@ import pytest
 
 from engine.errors import RuleError
 from engine.layout import world_ranks
-from engine.parallel.stages import rank_stages, stage_rank
 from engine.plan import Plan, Schedule
 from engine.rules import check_run
 from engine.rules_universal import VIRTUAL_STAGES
+from engine.stage_split import rank_stages, stage_rank
 from tests.engine.parallel.cases import run_config, train
 from tests.engine.parallel.compare import EVERYTHING, largest_difference
 from tests.engine.parallel.launch import Case, result, run_cases
