@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.checkpoint.hf_weights import import_weights
 from engine.errors import UserError
-from engine.flops import parameter_counts
-from engine.hf_config import load_model
+from engine.flops import parameter_counts, training_flops_per_token
+from engine.hf_config import load_model, read_hf_config
+from engine.models.attention import Attention
 from engine.models.decoder import Decoder
+from engine.models.latent import LatentAttention
 from engine.rope import rotation, scaling_of
 from engine.spec import ModelSpec
 
@@ -162,6 +165,29 @@ def test_logits_and_gradients_equal_transformers(name: str, tmp_path: Path) -> N
         allowed = 1e-4 * float(wanted[fqn].abs().max()) + 1e-12 * largest  # of biases of keys it is 0 but for rounding
         assert float((parameter.grad - wanted[fqn]).abs().max()) < allowed, fqn
     assert sum(parameter.numel() for parameter in model.parameters()) == parameter_counts(spec).total
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe, first layer dense", "deepseek_v3", "gpt_oss"])
+def test_model_flops_are_those_of_the_products_that_are_computed(name: str) -> None:
+    family, config = FAMILIES[name]
+    spec = read_hf_config({"model_type": family, **config}, "config.json")[0].changed(sliding_window=None)
+    model = Decoder(spec, layers=range(spec.num_layers))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for module in model.modules():
+        if isinstance(module, Attention | LatentAttention):
+            module.core = plain_products
+    tokens = torch.randint(0, 61, (2, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == training_flops_per_token(spec, LENGTH, causal=False) * tokens.numel()
+
+
+def plain_products(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """Attention's two products, without mask and sinks."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("name", ["qwen3 with a window by layer", "deepseek_v3 with yarn", "gpt_oss"])
