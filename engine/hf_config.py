@@ -243,6 +243,8 @@ def _rope(keys: _Keys, theta: float, scaling: dict[str, Any] | None = None) -> d
     found = dict(found)
     inner = found.pop("rope_theta", None)
     kind = found.get("rope_type", found.get("type", "default"))
+    if keys.get("original_max_position_embeddings") is not None and kind != "default":
+        found["original_max_position_embeddings"] = keys.count("original_max_position_embeddings")
     base = (keys if inner is None else _Keys({"rope_theta": inner}, keys.source)).number("rope_theta", theta)
     return {"rope_theta": base, "rope_scaling": None if kind == "default" else found}
 

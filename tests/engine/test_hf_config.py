@@ -159,6 +159,10 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
     new, _ = read_hf_config({**TINY["llama"], "rope_parameters": {**scaling, "rope_theta": 5e5}}, "a.json")
     assert old == new
     assert old.rope_scaling == scaling
+    yarn = {**TINY["llama"], "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32}
+    beside, unknown = read_hf_config(yarn, "a.json")
+    assert beside.rope_scaling == {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert not unknown
     plain, _ = read_hf_config(
         {**TINY["llama"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "a.json"
     )
