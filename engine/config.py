@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from engine.errors import UserError
 from engine.hf_config import load_model
@@ -120,6 +120,18 @@ class RunConfig(Schema):
     """Set in forks only."""
     origin: dict[str, str] = Field(default_factory=dict)
     """Where the file comes from (study, trial, how it was picked); for people."""
+
+    @model_validator(mode="after")
+    def _check_balancing(self) -> Self:
+        names = ("router_aux_loss_coefficient", "router_z_loss_coefficient", "expert_bias_rate")
+        given = [name for name in names if getattr(self.hyperparameters, name)]
+        if given and self.model.moe is None:
+            raise ValueError(f"hyperparameters.{given[0]} is for mixtures of experts, the model has none: set it to 0")
+        if self.hyperparameters.expert_bias_rate and self.model.moe and not self.model.moe.selection_bias:
+            raise ValueError(
+                "hyperparameters.expert_bias_rate needs model.moe.selection_bias to be true; or set it to 0"
+            )
+        return self
 
     @property
     def tokens_per_step(self) -> int:

@@ -266,6 +266,15 @@ _OTHER_RULES = (
         lambda c, t: ((t["ep"] > 1) | (t["etp"] > 1)) & (c.model.moe is None),
         lambda c, r: (f"ep is {r.ep} and etp {r.etp}, but the model has no experts", "set ep and etp to 1"),
     ),
+    _universal(
+        "capacity.requires_moe",
+        "expert_capacity_factor is for mixtures of experts",
+        lambda c, t: (t["expert_capacity_factor"] != None) & (c.model.moe is None),  # noqa: E711 (of each row)
+        lambda c, r: (
+            f"expert_capacity_factor is {r.expert_capacity_factor:g}, but the model has no experts",
+            "set expert_capacity_factor to null",
+        ),
+    ),
     _expert_rule(
         "ep.divides_experts",
         "ep divides the routed experts",
@@ -298,6 +307,31 @@ _OTHER_RULES = (
         "etp divides the width of an expert",
         lambda c, t: _moe(c).ffn_size % t["etp"] != 0,
         lambda c, r: (f"etp {r.etp} does not divide the experts' width {_moe(c).ffn_size}", "set etp to 1"),
+    ),
+    _universal(
+        "ep.placement",
+        "placing experts anew and copies of them need ep > 1 and a mixture of experts",
+        lambda c, t: (
+            ((t["expert_placement_steps"] > 0) | (t["expert_replicas"] > 0)) & ((t["ep"] == 1) | (c.model.moe is None))
+        ),
+        lambda c, r: (
+            f"expert_placement_steps is {r.expert_placement_steps} and expert_replicas {r.expert_replicas}, but"
+            + (f" ep is {r.ep}" if c.model.moe else " the model has no experts"),
+            "set expert_placement_steps and expert_replicas to 0" + (", or ep to 2 or more" if c.model.moe else ""),
+        ),
+    ),
+    _expert_rule(
+        "ep.replicas",
+        "ep divides the copies of experts, of which there are at most as many as put every expert on every rank",
+        lambda c, t: (
+            (t["ep"] > 1)
+            & ((t["expert_replicas"] % t["ep"] != 0) | (t["expert_replicas"] > _moe(c).num_experts * (t["ep"] - 1)))
+        ),
+        lambda c, r: (
+            f"{r.expert_replicas} expert_replicas beside {_moe(c).num_experts} experts can't be spread over ep {r.ep}"
+            f" ranks, as many on each and none twice on one",
+            f"set expert_replicas to {near(range(0, _moe(c).num_experts * (r.ep - 1) + 1, r.ep), r.expert_replicas)}",
+        ),
     ),
     _universal(
         "recompute.period",

@@ -55,6 +55,14 @@ class MoESpec(Schema):
     def _check(self) -> Self:
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"num_groups {self.num_groups} does not divide num_experts {self.num_experts}")
+        reachable = self.num_experts // self.num_groups * self.groups_per_token
+        if self.groups_per_token > self.num_groups or self.experts_per_token > reachable:
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} must be at most num_groups {self.num_groups} and hold"
+                f" experts_per_token {self.experts_per_token} experts or more"
+            )
         return self
 
 

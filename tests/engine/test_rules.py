@@ -67,6 +67,7 @@ def others(*rules: str) -> frozenset[str]:
 
 
 PIPE = {"pp": 2, "virtual_stages": 2}
+PLACED = {"dp_shard": 2, "ep": 2, "expert_placement_steps": 10}
 CASES = [
     Case(
         "tp.divides_heads",
@@ -89,8 +90,15 @@ CASES = [
     Case("pp.micro_batches", {**PIPE, "schedule": "dualpipev"}, batch=3),
     Case("schedule.whole_rounds", {**PIPE, "schedule": "interleaved_1f1b"}, batch=5),
     Case("ep.requires_moe", {"ep": 2}),
+    Case("capacity.requires_moe", {"expert_capacity_factor": 1.25}),
     Case("ep.divides_experts", {"ep": 3, "dp_shard": 3}, {"moe": MOE}),
     Case("ep.degrees", {"ep": 8, "dp_shard": 4}, {"moe": MOE}),
+    Case("ep.placement", {"expert_placement_steps": 10}),
+    Case("ep.placement", {"expert_placement_steps": 10}, {"moe": MOE}),
+    Case("ep.placement", {"expert_replicas": 2}, {"moe": MOE}),
+    Case("ep.replicas", PLACED | {"expert_replicas": 3}, {"moe": MOE}),
+    Case("ep.replicas", PLACED | {"expert_replicas": 10}, {"moe": MOE}),
+    Case("engine.expert_replicas", PLACED | {"expert_replicas": 2, "expert_placement_steps": 0}, {"moe": MOE}),
     Case("etp.values", {"tp": 4, "etp": 2}, {"moe": MOE}),
     Case("etp.divides_ffn", {"tp": 4, "etp": 4}, {"moe": MOE | {"ffn_size": 62}}),
     Case("recompute.period", {"recompute": "every_k", "recompute_period": 5}),
