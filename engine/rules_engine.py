@@ -80,6 +80,13 @@ def _plan_rule(feature: str, summary: str, violated: Violated, told: str, change
 
 _PLAN_RULES = (
     _plan_rule(
+        "expert_replicas",
+        "copies go to the experts that are busiest when experts are placed",
+        lambda c, t: (t["expert_replicas"] > 0) & (t["expert_placement_steps"] == 0) & (t["ep"] > 1),
+        "copies of experts that are never placed (expert_replicas {r.expert_replicas})",
+        "set expert_placement_steps to 10 or more, or expert_replicas to 0",
+    ),
+    _plan_rule(
         "expert_mesh",
         "experts lie on whole parts of dp_shard * cp * tp, or on whole multiples of it",
         lambda c, t: (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.comm.routing import RoutedSums
 from engine.config import RunConfig
 from engine.context import ParallelContext
 from engine.errors import UserError
@@ -18,6 +19,7 @@ from engine.memory.recompute import apply_recompute
 from engine.models.decoder import Decoder, initial_value
 from engine.models.loss import IGNORED, summed_loss
 from engine.moe.balance import ExpertBalance
+from engine.moe.placer import ExpertPlacer, apply_placement
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
@@ -26,7 +28,7 @@ from engine.parallel.context_parallel import apply_context_parallel, split_seque
 from engine.parallel.data import apply_data_parallel, end_evaluation
 from engine.parallel.experts import apply_experts, mixtures_of, splits_tokens
 from engine.parallel.pipeline import PipelineRunner, gather_to_main
-from engine.parallel.replicated import GradientReducer
+from engine.parallel.replicated import GradientReducer, native_sum
 from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
 from engine.parallel.shards import fill, gather, saved
 from engine.parallel.tensor import apply_tensor_parallel, settle_gradients
@@ -65,6 +67,8 @@ class StepResult:
     """Forward and backward, with their communication."""
     optimizer_seconds: float = 0.0
     """Norm, clipping and update."""
+    notes: tuple[str, ...] = ()
+    """What was done about the links between the ranks, in words."""
 
 
 class Stepper:
@@ -78,13 +82,20 @@ class Stepper:
         parts: The pipeline stages this rank holds, in ascending order.
         optimizer: Its optimizer.
         context: Its place in the plan.
+        placer: Where it has experts computed.
         spec: The architecture, with the vocabulary enlarged to the tokenizer's.
         generators: The random streams; saved in checkpoints.
         micro_batch_size: Sequences per micro-batch in force.
     """
 
     def __init__(
-        self, config: RunConfig, context: ParallelContext, spec: ModelSpec, parts: Sequence[Decoder], runner: Runner
+        self,
+        config: RunConfig,
+        context: ParallelContext,
+        spec: ModelSpec,
+        parts: Sequence[Decoder],
+        runner: Runner,
+        routed_sums: RoutedSums | None = None,
     ) -> None:
         self.context = context
         self.spec = spec
@@ -100,8 +111,13 @@ class Stepper:
         self._balance = ExpertBalance(
             mixtures, config.hyperparameters, context, splits_tokens=splits_tokens(config.plan)
         )
+        num_micro_batches = config.plan.num_micro_batches(config.hyperparameters.global_batch_size)
+        self.placer = ExpertPlacer(mixtures, config.plan, context, num_micro_batches)
         self._weights: dict[str, Tensor] = self._parameters | self._balance.selection_biases()
-        self._reducer = GradientReducer(self._parameters, context, overlap=config.plan.overlap_dp)
+        self._routed_sums = routed_sums
+        self._reducer = GradientReducer(
+            self._parameters, context, overlap=config.plan.overlap_dp, sum_over=routed_sums or native_sum
+        )
 
     @classmethod
     def build(cls, config: RunConfig, context: ParallelContext, vocab_size: int) -> Stepper:
@@ -116,7 +132,11 @@ class Stepper:
         parts, loss = split_model(config, context, spec)
         for part in parts:
             part.to_empty(device=context.device)
-        stepper = cls(config, context, spec, parts, make_runner(config, context, spec, parts, loss))
+        sums = None
+        if config.plan.all_reduce == "topology":
+            axes = ("data", "expert_data") if spec.moe else ("data",)
+            sums = RoutedSums.along(axes, context, refreshes=config.runtime.refresh_topology)
+        stepper = cls(config, context, spec, parts, make_runner(config, context, spec, parts, loss), sums)
         stepper._initialise()
         return stepper
 
@@ -181,6 +201,8 @@ class Stepper:
         if not skipped:
             self._update(grad_norm, learning_rate)
         self._balance.end_step(skipped=skipped)
+        if not skipped:
+            self.placer.end_step()
         for parameter in self._parameters.values():
             parameter.grad = None
         context.synchronize()
@@ -193,6 +215,7 @@ class Stepper:
             skipped=skipped,
             compute_seconds=computed - start,
             optimizer_seconds=time.perf_counter() - computed,
+            notes=tuple(self._routed_sums.end_step()) if self._routed_sums else (),
         )
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
@@ -231,7 +254,8 @@ class Stepper:
         """
         return {
             "model": by_model_name({name: saved(weight.detach()) for name, weight in self._weights.items()})
-            | self._balance.previous_loads(),
+            | self._balance.previous_loads()
+            | self.placer.state_dict(),
             "optimizer": by_model_name(
                 {
                     f"{name}.{state}": saved(value)
@@ -250,6 +274,7 @@ class Stepper:
                 if state[section][name] is not tensor:
                     tensor.copy_(state[section][name])
         restore_copies(self._parameters, self._shards.tensors, self.optimizer)
+        self.placer.restore()
 
     def load_full_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over whole weights by name. Names of other stages are passed by; a vocabulary with fewer rows than the
@@ -326,6 +351,7 @@ def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) ->
         apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
         apply_tensor_parallel(part, spec, context)
         apply_experts(part, plan, context)
+        apply_placement(mixtures_of(part), plan, context)
         apply_context_parallel(part, plan, context)
         apply_data_parallel(part, plan, policy, context)
         parts.append(part)

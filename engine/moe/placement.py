@@ -74,6 +74,11 @@ class Placement:
     experts: np.ndarray
 
     @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.experts.max()) + 1
+
+    @property
     def num_copies(self) -> np.ndarray:
         """Copies of each expert, [E]."""
         return np.bincount(self.experts.ravel())
@@ -87,7 +92,7 @@ class Placement:
     def num_moved(self) -> int:
         """Weights of how many experts the busiest rank sends or receives in a forward pass."""
         ranks = np.arange(len(self.experts)).repeat(self.experts.shape[1])
-        return _num_moved(ranks, home_ranks(len(self.num_copies), len(self.experts))[self.experts.ravel()])
+        return _num_moved(ranks, home_ranks(self.num_experts, len(self.experts))[self.experts.ravel()])
 
     def price(self, load: np.ndarray, move_cost: float) -> float:
         """What a step with this placement costs, in assignments: the busiest rank's load, and its moved experts at
