@@ -97,7 +97,7 @@ class OptimizerShards:
         rows = [self._rows(whole, bucket.axis).flatten() for whole in wholes]
         places = [place[: part.numel()] for place, part in zip(mine.split(sizes), rows, strict=True)]
         torch._foreach_copy_(places, rows)
-        work = dist.all_gather_into_tensor(gathered.view(-1), mine, group=group, async_op=True)
+        work = dist.all_gather_single(gathered.view(-1), mine, group=group, async_op=True)
         assert work is not None
         return work, gathered, wholes
 

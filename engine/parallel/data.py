@@ -21,6 +21,7 @@ from engine.context import ParallelContext
 from engine.models.decoder import Decoder
 from engine.models.layers import Head, Linear
 from engine.optim.groups import of_experts
+from engine.parallel.experts import mixtures_of
 from engine.plan import Plan
 from engine.precision.policy import PrecisionPolicy
 
@@ -39,8 +40,8 @@ def apply_data_parallel(part: Decoder, plan: Plan, policy: PrecisionPolicy, cont
     free = plan.zero_stage == 3
     whole = {parameter for fqn, parameter in part.named_parameters() if (experts if of_experts(fqn) else dense) is None}
     if experts is not None:
-        for layer_experts in _experts(part):
-            fully_shard(layer_experts, mesh=experts, mp_policy=mixed, reshard_after_forward=free)
+        for layer in mixtures_of(part).values():
+            fully_shard(layer.experts, mesh=experts, mp_policy=mixed, reshard_after_forward=free)
     groups: list[Sequence[nn.Module]] = [[block] for block in part.layers.values()]
     if isinstance(part.head, Linear) and part.norm is not None:
         groups.append([part.norm, part.head])
@@ -67,10 +68,6 @@ def _shard_mesh(replicate: str, shard: str, context: ParallelContext) -> DeviceM
     if context.plan.zero_stage < 2 or not context.has_axis(shard):
         return None
     return context.submesh(replicate, shard)
-
-
-def _experts(part: nn.Module) -> list[nn.Module]:
-    return [module for name, module in part.named_modules() if of_experts(f".{name}.") and name.endswith(".experts")]
 
 
 def _sharded(part: nn.Module) -> list[FSDPModule]:
