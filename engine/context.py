@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine.comm.placed import checked_topology, take_place
 from engine.config import RuntimeOptions
 from engine.errors import UserError
 from engine.layout import DENSE_AXES, EXPERT_AXES, axis_groups, dense_ranks, expert_ranks
 from engine.plan import Plan
+from engine.topology import Links
 
 T = TypeVar("T")
 
@@ -37,6 +39,8 @@ class ParallelContext:
     local_rank: int = 0
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     """The process group of each axis above degree 1 that this rank belongs to."""
+    links: Links | None = field(default=None, repr=False)
+    """Between the ranks, where ``runtime.topology`` tells them."""
     _owns_group: bool = field(default=False, repr=False)
 
     @property
@@ -217,10 +221,11 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
 def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
     """Take this process's place in the plan, from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK).
 
-    Uses the process group that exists, or starts one when the plan has several ranks.
+    Uses the process group that exists, or starts one when the plan has several ranks. With ``runtime.topology`` the
+    ranks of a group that is started are those that suit the links, not the RANKs.
 
     Raises:
-        UserError: The number of processes is not the plan's, or the device does not exist.
+        UserError: The number of processes is not the plan's, the device does not exist, or the topology is of others.
     """
     running = dist.is_initialized()
     world_size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
@@ -234,13 +239,22 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
     device = _device(runtime, local_rank)
     owns_group = plan.world_size > 1 and not running
     time_limit = timedelta(seconds=runtime.hang_timeout_seconds)
+    links = None
     if owns_group:
+        start: dict[str, Any] = {}
+        if runtime.topology:
+            place = take_place(plan, runtime.topology, rank, time_limit)
+            rank, links = place.rank, place.links
+            start = {"store": place.store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
             _BACKENDS[device.type],
             timeout=time_limit,
             device_id=device if device.type == "cuda" else None,
+            **start,
         )
-    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), owns_group)
+    elif runtime.topology:
+        links = checked_topology(plan, runtime.topology).links()
+    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), links, owns_group)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:

@@ -7,6 +7,9 @@ several nodes too::
     torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m engine.probe --measure \
         --device cuda --output measurement.json
 
+``--pairs`` instead of ``--measure`` prints a Topology (``engine.topology``): how fast every device reaches every other.
+Started like a training run too; the devices are numbered by the processes' RANK.
+
 The CUDA side (NCCL, pinned copies) and several nodes have been run on no such machine yet.
 """
 
@@ -93,6 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.probe", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--measure", action="store_true", help="measure this machine instead of asking for facts")
+    parser.add_argument("--pairs", action="store_true", help="measure the links between every two devices instead")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="kind of device to measure")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
@@ -104,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """Measure as one rank of the machine; rank 0 prints the result as one line of JSON. Does not return.
 
     Raises:
-        UserError: The device does not exist.
+        UserError: The device does not exist, or there is one process alone and so no pair.
     """
     if arguments.device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # read when torch is imported
@@ -114,12 +118,23 @@ def measure(arguments: argparse.Namespace) -> None:
     from engine.context import open_context
     from engine.plan import Plan
     from engine.probe_machine import measure_machine
+    from engine.probe_pairs import measure_pairs
+    from engine.schema import Schema
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.pairs and world == 1:
+        raise UserError(
+            "one process has no pairs to measure",
+            hint="start one process per device: torchrun --nproc-per-node=... -m engine.probe --pairs",
+        )
     runtime = RuntimeOptions(device=arguments.device, threads_per_rank=arguments.threads)
     context = open_context(Plan(dp_shard=world), runtime)
-    found = measure_machine(context, arguments.threads, quick=arguments.quick)
-    if found is not None:
+    found: Schema | None = (
+        measure_pairs(context)
+        if arguments.pairs
+        else measure_machine(context, arguments.threads, quick=arguments.quick)
+    )
+    if found is not None and context.is_main:
         if arguments.output:
             write_json(arguments.output, found.to_data())
         print("\n" + json.dumps(found.to_data()), flush=True)
@@ -131,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one line of JSON, the last of what is printed (libraries may print while they are loaded)."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    if not arguments.measure:
+    if not (arguments.measure or arguments.pairs):
         print("\n" + json.dumps(probe()))
         return 0
     try:

@@ -2,8 +2,8 @@
 
 Traffic falls off steeply from axis to axis, as it does in training: tensor parallelism sends activations several times
 a layer, in the way of the computation; context and expert parallelism about once; a pipeline once a stage; data
-parallelism once a step, beside it. So tensor-parallel groups get the fastest links, pipelines the next, data parallelism
-the rest.
+parallelism once a step, beside it. So tensor-parallel groups get the fastest links, pipelines the next, data
+parallelism the rest.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def best_assignment(sent: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def improved_assignment(sent: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """A good assignment: every rank at its own number, greedy and random ones, each improved by exchanging two ranks while
+    """A good assignment: numbers as they are, greedy and random ones, each improved by exchanging two ranks while
     that helps; the best of them."""
     generator = np.random.default_rng(0)
     size = len(sent)
     is_small = size <= 8 * MAX_EXACT
-    centres = np.argsort(seconds.sum(axis=0) + seconds.sum(axis=1), kind="stable")[: _STARTS if is_small else 2]
+    centres = np.argsort(seconds.sum(axis=0) + seconds.sum(axis=1), kind="stable")[: _STARTS if is_small else 1]
     starts = [np.arange(size), *(_greedy(sent, seconds, int(first)) for first in centres)]
     starts += [generator.permutation(size) for _ in range(_STARTS if is_small else 0)]
     results = [_exchanged(sent, seconds, start) for start in starts]

@@ -16,8 +16,8 @@ from itertools import permutations
 
 import numpy as np
 
-from engine.routes import Edge, Route, halving_doubling, replay, ring, ring_seconds, tree, two_level
-from engine.topology import Links
+from engine.routes import Route, halving_doubling, replay, ring, ring_seconds, tree, two_level
+from engine.topology import Edge, Links
 
 SIZE_CLASSES = (2**14, 2**20, 2**26)
 """Bytes of a small, a middle and a large buffer: a route is chosen for each."""

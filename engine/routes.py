@@ -22,7 +22,7 @@ import numpy as np
 
 from engine import collective_cost
 from engine.collective_cost import Group
-from engine.topology import Links, as_level
+from engine.topology import Edge, Links, as_level
 
 
 class Transfer(NamedTuple):
@@ -37,8 +37,6 @@ class Transfer(NamedTuple):
 
 
 Step = tuple[Transfer, ...]
-Edge = tuple[int, int]
-"""Source and target."""
 Span = tuple[int, int]
 """Pieces from, up to."""
 

@@ -143,6 +143,17 @@ _PLAN_RULES = (
         "set precision to bf16, fp32 or fp64",
     ),
     _plan_rule(
+        "all_reduce",
+        "all_reduce topology has gradients of whole parameters to sum",
+        lambda c, t: (
+            (t["all_reduce"] == "topology")
+            & ((t["dp"] * t["cp"] == 1) | ((t["zero_stage"] >= 2) & (t["dp_shard"] * t["cp"] > 1)))
+        ),
+        "all_reduce topology where no gradients of whole parameters are summed (dp_replicate {r.dp_replicate}, dp_shard"
+        " {r.dp_shard}, cp {r.cp}, zero_stage {r.zero_stage})",
+        "set all_reduce to native, or zero_stage to 0 or 1 with several data-parallel ranks",
+    ),
+    _plan_rule(
         "gradient_compression",
         "gradients are not compressed",
         lambda c, t: t["gradient_compression"] != "none",

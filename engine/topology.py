@@ -8,7 +8,7 @@ in bandwidth. Latency is half a round trip: without a common clock its two halve
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,8 +24,12 @@ from engine.spec import Count, CountOrZero, Positive
 
 PROBED_BYTES = (2**10, 2**17, 2**22)
 """Sizes of the messages that are timed between two devices."""
+_MEASURE = "measure it with one process per device: torchrun ... -m engine.probe --pairs --output topology.json"
 _LEAST_SHARE = 1e-3
 """Of the measured time of a message: a latency, or a time for its bytes, below that is noise."""
+
+Edge = tuple[int, int]
+"""Source and target."""
 
 
 class PairSample(Schema):
@@ -64,22 +68,30 @@ class Topology(Schema):
             UserError: A pair has fewer than two sizes.
         """
         shape = (self.num_devices, self.num_devices)
-        latency, bandwidth = np.zeros(shape), np.full(shape, np.inf)
-        of_pair: dict[tuple[int, int], list[PairSample]] = {}
+        wanted = {(int(source), int(target)) for source, target in np.argwhere(~np.eye(self.num_devices, dtype=bool))}
+        sizes: dict[Edge, set[int]] = {edge: set() for edge in wanted}
         for sample in self.samples:
-            of_pair.setdefault((sample.source, sample.target), []).append(sample)
-        for source, target in np.argwhere(~np.eye(self.num_devices, dtype=bool)).tolist():
-            found = of_pair.get((source, target), [])
-            if len({sample.bytes for sample in found}) < 2:
+            sizes.setdefault((sample.source, sample.target), set()).add(sample.bytes)
+        for (source, target), found in sizes.items():
+            if (source, target) not in wanted or len(found) < 2:
                 raise UserError(
-                    f"the topology of {self.num_devices} devices has {len(found)} samples from device {source} to"
-                    f" {target}, two sizes or more are needed",
-                    hint="measure it anew: python -m engine.probe --pairs --output topology.json",
+                    f"the topology of {self.num_devices} devices has {len(found)} sizes of messages from device"
+                    f" {source} to {target}; two or more are needed, of every pair of different devices below"
+                    f" {self.num_devices}",
+                    hint=_MEASURE,
                 )
-            latency[source, target], bandwidth[source, target] = fit_link(
-                [sample.bytes for sample in found], [sample.seconds for sample in found]
-            )
-        return Links(latency, bandwidth)
+        return Links(np.zeros(shape), np.full(shape, np.inf)).updated(fit_links(self.samples))
+
+
+def fit_links(samples: Iterable[PairSample]) -> dict[Edge, tuple[float, float]]:
+    """Latency and bandwidth of every link that was sampled, with two sizes or more."""
+    of_link: dict[Edge, list[PairSample]] = {}
+    for sample in samples:
+        of_link.setdefault((sample.source, sample.target), []).append(sample)
+    return {
+        edge: fit_link([sample.bytes for sample in found], [sample.seconds for sample in found])
+        for edge, found in of_link.items()
+    }
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -88,7 +100,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
     slope, start = np.polyfit(sizes, times, 1, w=1 / times)
     slope = max(slope, _LEAST_SHARE * times[sizes.argmax()] / sizes.max())
-    return max(start, _LEAST_SHARE * times[sizes.argmin()]), 1 / slope
+    return max(float(start), _LEAST_SHARE * float(times[sizes.argmin()])), 1 / float(slope)
 
 
 @dataclass(frozen=True)
@@ -115,12 +127,12 @@ class Links:
         index = np.ix_(devices, devices)
         return Links(self.latency[index], self.bandwidth[index])
 
-    def changed(self, source: int, target: int, latency: float, bandwidth: float) -> Links:
-        """With other figures of one link."""
-        one = (source, target)
-        latencies, bandwidths = self.latency.copy(), self.bandwidth.copy()
-        latencies[one], bandwidths[one] = latency, bandwidth
-        return Links(latencies, bandwidths)
+    def updated(self, figures: Mapping[Edge, tuple[float, float]]) -> Links:
+        """With another latency and bandwidth of some links."""
+        latency, bandwidth = self.latency.copy(), self.bandwidth.copy()
+        for edge, (start, rate) in figures.items():
+            latency[edge], bandwidth[edge] = start, rate
+        return Links(latency, bandwidth)
 
 
 def as_level(latency: collective_cost.Number, bandwidth: collective_cost.Number) -> Link:
@@ -134,13 +146,12 @@ def load_topology(path: str | Path) -> Topology:
     Raises:
         UserError: It is missing or is no such file.
     """
-    hint = "measure it: torchrun ... -m engine.probe --pairs --output topology.json"
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"can't read the topology: {error.strerror}", hint=hint, where=str(path)) from None
+        raise UserError(f"can't read the topology: {error.strerror}", hint=_MEASURE, where=str(path)) from None
     except ValueError as error:
-        raise UserError(f"the topology is not JSON: {error}", hint=hint, where=str(path)) from None
+        raise UserError(f"the topology is not JSON: {error}", hint=_MEASURE, where=str(path)) from None
     try:
         return parse(Topology, data)
     except UserError as error:

@@ -40,7 +40,7 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
     plan = config.plan
     if not 0 <= rank < plan.world_size:
         raise UserError(f"the plan {plan.mesh} has no rank {rank}", hint=f"choose one of 0 to {plan.world_size - 1}")
-    config = config.changed(runtime=config.runtime.changed(device="cpu", threads_per_rank=1))
+    config = config.changed(runtime=config.runtime.changed(device="cpu", threads_per_rank=1, topology=None))
     alone = plan.world_size == 1
     if not alone:
         distributed.init_process_group("fake", rank=rank, world_size=plan.world_size)

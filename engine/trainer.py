@@ -243,6 +243,10 @@ class Trainer:
         self._record_step(result, rate, seconds, data_seconds, timed)
         if result.loss is not None:
             self._losses.append(result.loss)
+        for note in result.notes:
+            self._record_event("note", {"text": note})
+            if self.context.is_main:
+                self._report(note)
         self._guard.check(result.loss, result.skipped)
         return attention
 
@@ -536,7 +540,7 @@ def _check_same(config: RunConfig, corpus_hash: str, context: ParallelContext) -
         UserError: On all ranks, with the differences.
     """
     run = config.to_data()
-    del run["workload"]["data"], run["runtime"]["init_from"], run["origin"]
+    del run["workload"]["data"], run["runtime"]["init_from"], run["runtime"]["topology"], run["origin"]
     runs = context.gather(run | {"corpus": corpus_hash})
     for rank, other in enumerate(runs):
         if other != runs[0]:

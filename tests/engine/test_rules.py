@@ -127,6 +127,7 @@ CASES = [
     Case("engine.offload", {"offload_optimizer_ratio": 0.5}),
     Case("engine.offload", {"offload_activations_ratio": 0.5}),
     Case("engine.precision", {"precision": "fp16"}),
+    Case("engine.all_reduce", {"all_reduce": "topology", "dp_shard": 2, "zero_stage": 2}),
     Case("engine.gradient_compression", {"gradient_compression": "int8"}),
     Case("engine.overlap", {"overlap_tp": True}),
     Case("engine.overlap", {"overlap_pp": False}),

@@ -1,0 +1,1 @@
+"""Sums of gradients along routes that fit the links between the ranks."""

@@ -1,0 +1,157 @@
+"""One rank of the tests of ``engine.comm``: ``python -m tests.engine.comm.worker FOLDER``, started by ``launch.py``.
+
+Every rank writes what it found into ``FOLDER/<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from engine.comm.all_reduce import all_reduce, moves_of
+from engine.comm.routing import RoutedSums, Router
+from engine.comm.transport import EmulatedTransport, Message, Transport, VirtualTransport
+from engine.context import ParallelContext
+from engine.plan import Plan
+from engine.probe_pairs import probe_edges
+from engine.route_choice import size_class
+from engine.routes import Route, halving_doubling, ring, tree, two_level
+from engine.topology import Links, fit_links
+
+SIZE = 4
+CPU = torch.device("cpu")
+ROUTES: dict[str, Route] = {
+    "ring": ring(SIZE).reordered([2, 0, 3, 1]),
+    "halving-doubling": halving_doubling(SIZE).reordered([1, 3, 0, 2]),
+    "tree": tree(SIZE, [(3, 1), (1, 0), (2, 0)], [(0, 2), (0, 1), (1, 3)]),
+    "two-level 2+2": two_level([2, 2]).reordered([0, 2, 3, 1]),
+    "two-level 3+1": two_level([3, 1]),
+    "two-level 2+1+1": two_level([2, 1, 1]),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+LENGTHS = (1, 3, 1000, 4099)
+SENT_BYTES = 2**20
+"""Buffers that the watched sums add up."""
+FAULT_AT = 6
+"""Step from which a link is ten times slower."""
+
+
+def inputs(dtype: torch.dtype, length: int) -> torch.Tensor:
+    """Everybody's buffer, [ranks, length]."""
+    return torch.randn(SIZE, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64).to(dtype)
+
+
+def emulated_links() -> Links:
+    """Pairs 0, 2 and 1, 3 are close; one link is slower in one direction."""
+    close = np.equal.outer(np.arange(SIZE) % 2, np.arange(SIZE) % 2)
+    latency, bandwidth = np.where(close, 2e-6, 1e-5), np.where(close, 50e9, 10e9)
+    bandwidth[1, 3] = 5e9
+    return Links(latency, bandwidth)
+
+
+def sums(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The sum of every kind of buffer along every route."""
+    found = {}
+    transport = Transport(group)
+    for name, route in ROUTES.items():
+        moves = moves_of(route, transport.rank)
+        for dtype in DTYPES:
+            for length in LENGTHS:
+                values = inputs(dtype, length)[transport.rank].clone()
+                all_reduce(values, route, moves, transport)
+                found[f"{name} {dtype} {length}"] = values
+    return found
+
+
+def rerouting(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Sums step by step; after some, a link in use becomes ten times slower, later an unused one too."""
+    links = emulated_links()
+    transport = VirtualTransport(group, links)
+    router = Router(links, transport, CPU)
+    index = size_class(SENT_BYTES)
+    edge = next(edge for edge in router.choices[index].route.edges)
+    seconds, ids, notes, exact, uses = [], [], [], [], []
+    for step in range(12):
+        if step == FAULT_AT:
+            latency, bandwidth = float(links.latency[edge]), float(links.bandwidth[edge])
+            transport.links = links.updated({edge: (10 * latency, bandwidth / 10)})
+        uses.append(edge in router.choices[index].route.edges)
+        values = torch.ones(SENT_BYTES // 4)
+        start = transport.now
+        router.all_reduce(values)
+        seconds.append(transport.now - start)
+        exact.append(bool((values == SIZE).all()))
+        notes.append(router.end_step())
+        ids.append(router.plan_id)
+    return {"notes": notes, "uses": uses, "ids": ids, "exact": exact, "seconds": seconds}
+
+
+def refreshing(group: dist.ProcessGroup) -> dict[str, Any]:
+    """A link changes that no sum goes over; one pair is measured a step, so every pair after as many steps."""
+    links = emulated_links()
+    transport = VirtualTransport(group, links)
+    router = Router(links, transport, CPU, refreshes=True)
+    transport.links = links.updated({(1, 3): (2e-6, 50e9)})
+    notes = [router.end_step() for _ in range(SIZE * (SIZE - 1) // 2)]
+    return {"notes": notes, "bandwidth": float(router.links.bandwidth[1, 3])}
+
+
+def timed(group: dist.ProcessGroup) -> dict[str, float]:
+    """Seconds of every route in virtual time, of a buffer that all pieces divide."""
+    found = {}
+    for name, route in ROUTES.items():
+        transport = VirtualTransport(group, emulated_links())
+        all_reduce(torch.ones(48 * 256), route, moves_of(route, transport.rank), transport)
+        found[name] = transport.now
+    return found
+
+
+def slept(group: dist.ProcessGroup) -> float:
+    """Real seconds of one message of 1000 bytes around a ring of links that take 30 ms for it."""
+    links = Links(np.full((SIZE, SIZE), 0.01), np.full((SIZE, SIZE), 5e4))
+    transport = EmulatedTransport(group, links)
+    start = transport.clock()
+    sent, received = Message(torch.zeros(250), (transport.rank + 1) % SIZE), torch.zeros(250)
+    transport.exchange(sent, Message(received, (transport.rank - 1) % SIZE))
+    return transport.clock() - start
+
+
+def routed(group: dist.ProcessGroup) -> torch.Tensor:
+    """Two sums at once through what the gradients take, with links measured on the spot."""
+    context = ParallelContext(Plan(dp_replicate=SIZE, zero_stage=0), CPU, dist.get_rank(), groups={"data": group})
+    along = RoutedSums.along(("data", "expert_data"), context)
+    one, other = torch.full((5,), 1.0), torch.arange(300.0)
+    for pending in [along(one, "data", context), along(other, "data", context)]:
+        pending.wait()
+    assert along.end_step() == []
+    return torch.cat([one, other])
+
+
+def main(folder: Path) -> None:
+    """Everything."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.group.WORLD
+    assert group is not None
+    samples = probe_edges(VirtualTransport(group, emulated_links()), CPU)
+    found = {
+        "sums": sums(group),
+        "timed": timed(group),
+        "slept": slept(group),
+        "links": {f"{source}-{target}": figures for (source, target), figures in fit_links(samples).items()},
+        "rerouting": rerouting(group),
+        "refreshing": refreshing(group),
+        "routed": routed(group),
+    }
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
