@@ -39,6 +39,7 @@ MODELS: dict[str, ModelSpec] = {
     "llama-tied": ModelSpec(**_LLAMA, tied_embeddings=True),
     "gpt2": ModelSpec(**(_LLAMA | _BIASED), tied_embeddings=True),
     "gpt2-untied": ModelSpec(**(_LLAMA | _BIASED)),
+    "uneven": ModelSpec(**(_LLAMA | {"hidden_size": 34, "ffn_size": 50, "vocab_size": 67})),
     "windows": ModelSpec(**_LLAMA, sliding_window=5, sliding_layers=[0, 2], attention_sinks=True, qk_norm=True),
     "one-kv": ModelSpec(
         **(_LLAMA | {"num_kv_heads": 1, "vocab_size": VOCAB}), qkv_bias=True, qk_norm=True, attention_sinks=True
