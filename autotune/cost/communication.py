@@ -54,7 +54,7 @@ class Communication:
     """Of a layer with experts, its attention included: what the tensor group and the experts' own tensor group send."""
     tp_moe_backward: Number
     tp_step: Number
-    """Per step: gradients of norms that sequence parallelism leaves in parts."""
+    """Per step: gradients that the ranks of the tensor group have in parts."""
     cp_forward: Number
     """Keys and values of one layer, to all context ranks."""
     cp_backward: Number
@@ -140,7 +140,7 @@ def communication(
         parts = _of_passes(x, groups) | _of_step(x, groups)
     stage = np.where(c.num_shards > 1, c.zero_stage, 0)
     reductions = np.where((stage == 3) & (c.pp == 1), c.num_micro_batches, 1)
-    parts["tp_step"] = (parts["tp_step"] * reductions).where(x.splits_sequence, NOTHING)
+    parts["tp_step"] = (parts["tp_step"].where(x.splits_sequence, NOTHING) + parts.pop("tp_shared")) * reductions
     parts["dp_reduce"] = parts["dp_reduce"] * reductions
     n = len(c)
     columns = {name: np.broadcast_to(cost.seconds, n) for name, cost in parts.items()}
@@ -282,7 +282,7 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     """A layer with experts: its attention, and the experts.
 
     Experts in slices on all ranks of the tensor group (ep 1, etp = tp; the engine): the tokens of the group are whole
-    on each rank, the output is reduced, and the gradients of tokens and router weights are summed. Otherwise each rank
+    on each rank, and the layer sends what a dense one does. Otherwise each rank
     dispatches its share of the tokens: all-to-all over ep, a gather over etp of what arrived, the way back for the
     output; the gradients take the same ways backwards (Megatron-LM's all-to-all dispatcher).
     """
@@ -293,8 +293,6 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     per_token = np.maximum(shape.experts_per_token, 1)
     attention = half.exchanged.where(split, half.reduced)
     attention_back = (half.exchanged + half.gathered * np.asarray(x.regathers)).where(split, half.reduced)
-    entering = half.reduced + groups.all_reduce(groups.tp, x.tokens * shape.experts_per_token * x.element_bytes)
-    sliced_back = (entering + half.gathered).where(split, entering)
     # Each rank of the tensor group dispatches its own share of the tokens, a copy for each of their experts.
     copies = x.hidden_bytes / c.tp * shape.experts_per_token * fullest_load(x.imbalance_ratio, c.ep)
     domains = c.ep / np.maximum(groups.ep.members[0], 1)
@@ -309,7 +307,7 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     sliced = (c.ep == 1) & (c.etp == c.tp)
     return {
         "tp_moe_forward": (attention + attention.where(sliced, dispatched)).where(has_experts, NOTHING),
-        "tp_moe_backward": (attention_back + sliced_back.where(sliced, dispatched)).where(has_experts, NOTHING),
+        "tp_moe_backward": (attention_back + attention_back.where(sliced, dispatched)).where(has_experts, NOTHING),
         "ep_forward": exchange.where(has_experts, NOTHING),
         "ep_backward": exchange.where(has_experts, NOTHING),
     }
@@ -361,17 +359,20 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     kept = groups.all_gather(groups.shard, held.head * x.element_bytes).where(c.pp == 1, NOTHING)
     # Wherever there are tensor ranks: whether they split the sequence is not part of a step's key.
     # Where each micro-batch is reduced, its gradients are not yet accumulated in fp32.
-    norms = (
-        (2 * shape.num_layers / c.pp + 1)
-        * shape.hidden
-        * np.where((stage == 3) & (c.pp == 1), x.element_bytes, x.wide_bytes)
-    )
+    in_parts = np.where((stage == 3) & (c.pp == 1), x.element_bytes, x.wide_bytes)
+    norms = (2 * shape.num_layers / c.pp + 1) * shape.hidden * in_parts
+    # Whole on all tensor ranks and used by each on its own heads or tokens, split sequence or not: latent projections,
+    # routers, and key and value heads that are fewer than the ranks.
+    keys = np.where(shape.num_kv_heads < c.tp, shape.num_kv_heads * (shape.query_key_dim + shape.value_dim), 0)
+    rows = shape.num_layers * (shape.query_rank + shape.kv_rank + keys) + shape.num_moe_layers * shape.num_experts
+    shared = rows * shape.hidden / c.pp * in_parts
     tied = vocabulary_share(shape, c) * x.gradient_bytes
     return {
         "dp_reduce": reduce,
         "dp_gather": gather.where((stage == 1) | (stage == 2), NOTHING),
         "shard_gather": (gather + kept * -0.5).where(stage == 3, NOTHING),
         "tp_step": groups.all_reduce(groups.tp, norms),
+        "tp_shared": groups.all_reduce(groups.tp, shared),
         "tied_reduce": groups.all_reduce(groups.pp, tied).where((np.asarray(shape.tied) > 0) & ~is_vee(c), NOTHING),
     }
 

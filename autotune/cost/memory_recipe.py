@@ -75,7 +75,7 @@ class MemoryRecipe:
     wide_logit_copies: Number
     """The same in fp32 or wider."""
     split_logit_copies: Number
-    """Further ones where the vocabulary is split over tp."""
+    """Further ones where the vocabulary is split over tp; negative for fewer."""
     logits_outlive: Number
     """1 where the logits live on while the layers' backward pass runs."""
     working_tensors: Number
