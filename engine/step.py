@@ -177,12 +177,11 @@ class Stepper:
         num_valid = int(valid.item())
         for part in self.parts:
             part.train()
-        stream_ranks = (
-            context.coordinate("data"),
-            context.pp_rank,
-            context.tp_rank if self._config.plan.sequence_parallel else 0,
-        )
-        with self.generators.stream("dropout", *stream_ranks):
+        # Ranks of tp hold the same activations between layers, unless they split the sequence.
+        place = {"dp": context.dp_rank, "cp": context.cp_rank, "pp": context.pp_rank}
+        if self._config.plan.sequence_parallel:
+            place["tp"] = context.tp_rank
+        with self.generators.stream("dropout", **place):
             self._balance.begin_step(tokens.numel() * context.plan.dp * context.plan.cp)
             self._reducer.begin_step(len(tokens) // self.micro_batch_size)
             loss_share = self._runner.train(tokens, labels, 1.0 / max(num_valid, 1))

@@ -40,6 +40,7 @@ from engine.measure import Meter, environment
 from engine.outcome import Outcome, OutcomeKind, read_outcome
 from engine.plan import Plan
 from engine.requests import RequestDesk
+from engine.rng import draw_alike
 from engine.rules import check_run
 from engine.schedule import learning_rate_at
 from engine.signals import SignalWatch
@@ -446,12 +447,25 @@ class Trainer:
             "num_parameters": self._num_parameters,
         }
         self._record_event("start", data)
+        self._note_draws()
         if self.context.is_main:
             place = f"step {self.state.step} of {self._end_step}"
             self._report(
                 f"{self.config.name}: {format_count(self._num_parameters)} parameters, {self.config.plan.describe()},"
                 + (f" resumed at {place} from {resumed.path}" if resumed else f" {place}")
             )
+
+    def _note_draws(self) -> None:
+        """Say it where dropout does not go on as it would have in the run that wrote the checkpoint."""
+        before = self.resumed_from and self.resumed_from.manifest
+        if not before or not self.config.hyperparameters.dropout:
+            return
+        written = before.plan.changed(micro_batch_size=before.micro_batch_size)
+        if not draw_alike(written, self.config.plan.changed(micro_batch_size=self.state.micro_batch_size)):
+            text = f"the plan was {written.describe()}: dropout goes on with fresh draws, in each rank's own stream"
+            self._record_event("note", {"text": text})
+            if self.context.is_main:
+                self._report(text)
 
     def _record_step(self, result: StepResult, rate: float, seconds: float, data_seconds: float, timed: bool) -> None:
         if not self._telemetry or not self._sinks:

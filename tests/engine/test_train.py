@@ -181,6 +181,17 @@ def test_resume_repeats_the_uninterrupted_run(
     assert outcome_of(tmp_path / "cut").held_out_loss == outcome_of(whole).held_out_loss
 
 
+def test_fresh_dropout_under_another_plan_is_said(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_run(corpus)
+    assert train(config.changed(runtime=config.runtime.changed(stop_after_steps=3)), tmp_path, "--quiet") == 0
+    assert train(config.changed(runtime=config.runtime.changed(stop_after_steps=4)), tmp_path, "--quiet") == 0
+    assert not events(tmp_path, "note"), "the same plan draws on"
+    assert train(tiny_run(corpus, plan={"micro_batch_size": 4}), tmp_path, "--quiet") == 0
+    (note,) = events(tmp_path, "note")
+    assert "fresh draws" in note.data["text"]
+    assert "mb2" in note.data["text"]
+
+
 def test_kill_dash_nine_loses_nothing_before_the_checkpoint(corpus: Path, whole: Path, tmp_path: Path) -> None:
     config = tiny_run(corpus, checkpoint={"every_steps": 3})
     slow = config.changed(runtime=config.runtime.changed(step_delay_seconds=0.3))
