@@ -147,6 +147,16 @@ class Plan(Schema):
             parts.append("sp")
         if self.pp > 1 and self.schedule != "1f1b":
             parts.append(self.schedule)
+        if self.cp > 1 and self.cp_attention != "ring":
+            parts.append("cp-gather")
+        if self.expert_capacity_factor is not None:
+            parts.append(f"cap{self.expert_capacity_factor:g}")
+        if self.expert_replicas:
+            parts.append(f"copies{self.expert_replicas}")
+        if self.expert_placement_steps:
+            parts.append(f"place{self.expert_placement_steps}")
+        if self.all_reduce != "native":
+            parts.append("routed")
         return " ".join(parts)
 
 

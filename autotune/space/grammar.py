@@ -33,10 +33,15 @@ SECTIONS: dict[str, type[Schema]] = {"plan": Plan, "hyperparameters": Hyperparam
 
 IMPLICIT_CONDITIONS = {
     "plan.schedule": "plan.pp > 1",
-    "plan.zero_stage": "plan.dp_shard > 1",
+    "plan.zero_stage": "plan.dp_shard * plan.cp > 1",
+    "plan.cp_attention": "plan.cp > 1",
+    "plan.expert_replicas": "plan.ep > 1",
+    "plan.expert_placement_steps": "plan.ep > 1",
+    "plan.all_reduce": "plan.world_size > 1",
     "plan.sequence_parallel": "plan.tp > 1",
     "plan.vocab_parallel": "plan.tp > 1",
     "plan.recompute_period": "plan.recompute == 'every_k'",
+    "hyperparameters.router_aux_loss_scope": "hyperparameters.router_aux_loss_coefficient > 0",
     "hyperparameters.decay_ratio": "hyperparameters.schedule == 'wsd'",
     "hyperparameters.min_lr_ratio": "hyperparameters.schedule != 'constant'",
     "hyperparameters.beta2": "hyperparameters.optimizer == 'adamw'",

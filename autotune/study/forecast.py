@@ -33,7 +33,7 @@ MAX_RANK = 8
 MEMORY, BOUND, DOMINATED = "estimate.memory", "estimate.bound", "estimate.dominated"
 """What removes candidates, in the counts beside the rules."""
 
-NUMERICS = ("precision", "gradient_compression", "global_batch_size", "sequence_length")
+NUMERICS = ("precision", "gradient_compression", "expert_capacity_factor", "global_batch_size", "sequence_length")
 """Columns that change what a run learns: candidates that differ in none of them train alike."""
 
 
@@ -165,12 +165,12 @@ def _beyond_bounds(objectives: Sequence[Objective], predicted: Mapping[Objective
 
 def _groups(table: PlanTable) -> np.ndarray:
     """``[n]`` ints, equal for candidates that train alike."""
-    codes = [np.unique(table[name], return_inverse=True)[1] for name in NUMERICS]
+    codes = [np.unique(table[name].astype(str), return_inverse=True)[1] for name in NUMERICS]
     return np.unique(np.stack(codes), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def _numerics(table: PlanTable, row: int) -> tuple[object, ...]:
-    return tuple(table[name][row].item() for name in NUMERICS)
+    return tuple(str(table[name][row]) for name in NUMERICS)
 
 
 def _as_cost(name: ObjectiveName, p: Predicted) -> Predicted:

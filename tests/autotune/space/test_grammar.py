@@ -45,8 +45,8 @@ def test_parallel_degrees_become_one_dimension_of_legal_meshes(tmp_path) -> None
     space, enumeration = load_space(write(tmp_path, BASE))
     mesh = space.dimensions[0]
     assert mesh.name == MESH
-    # tp4 is left out: two key-value heads can't be split over four ranks.
-    assert set(mesh.values) == {"dp4", "dp2-tp2", "dp2-pp2", "tp2-pp2"}
+    # Of two key and value heads each is held by two of four tensor ranks.
+    assert set(mesh.values) == {"dp4", "dp2-tp2", "dp2-pp2", "tp2-pp2", "tp4"}
     assert enumeration.num_combinations == 3 * 2 * 3 * 2 * 3 * 2
     assert enumeration.removed["constraint: plan.world_size == devices"] > 0
     assert enumeration.removed["redundant"] > 0
