@@ -5,8 +5,8 @@ Every rank writes what it found into ``FOLDER/<rank>.pt``.
 
 from __future__ import annotations
 
+import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from engine.comm.all_reduce import all_reduce, moves_of
 from engine.comm.routing import RoutedSums, Router
 from engine.comm.transport import EmulatedTransport, Message, Transport, VirtualTransport
-from engine.context import ParallelContext
+from engine.config import RuntimeOptions
+from engine.context import ParallelContext, open_context
 from engine.plan import Plan
 from engine.probe_pairs import probe_edges
 from engine.route_choice import size_class
 from engine.routes import Route, halving_doubling, ring, tree, two_level
 from engine.topology import Links, fit_links
+from tests.engine.parallel import cases
 
 SIZE = 4
 CPU = torch.device("cpu")
@@ -122,6 +124,14 @@ def slept(group: dist.ProcessGroup) -> float:
     return transport.clock() - start
 
 
+def trained() -> dict[str, Any]:
+    """A small run whose gradients are summed by the backend, and along routes."""
+    plan = {"dp_replicate": 4, "zero_stage": 0, "micro_batch_size": 1}
+    return {
+        name: cases.train(cases.run_config("llama", plan | {"all_reduce": name}, {})) for name in ("native", "topology")
+    }
+
+
 def routed(group: dist.ProcessGroup) -> torch.Tensor:
     """Two sums at once through what the gradients take, with links measured on the spot."""
     context = ParallelContext(Plan(dp_replicate=SIZE, zero_stage=0), CPU, dist.get_rank(), groups={"data": group})
@@ -134,12 +144,18 @@ def routed(group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def main(folder: Path) -> None:
-    """Everything."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    """Everything, in a group whose ranks are placed by ``FOLDER/topology.json``."""
+    context = open_context(
+        Plan(tp=2, dp_replicate=2), RuntimeOptions(topology=str(folder / "topology.json"), hang_timeout_seconds=60)
+    )
     group = dist.group.WORLD
     assert group is not None
+    assert context.links is not None
     samples = probe_edges(VirtualTransport(group, emulated_links()), CPU)
     found = {
+        "number": int(os.environ["RANK"]),
+        "rank": context.rank,
+        "tp_bandwidth": float(context.links.bandwidth[context.rank, context.rank ^ 1]),
         "sums": sums(group),
         "timed": timed(group),
         "slept": slept(group),
@@ -147,10 +163,11 @@ def main(folder: Path) -> None:
         "rerouting": rerouting(group),
         "refreshing": refreshing(group),
         "routed": routed(group),
+        "trained": trained(),
     }
-    torch.save(found, folder / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    torch.save(found, folder / f"{context.rank}.pt")
+    context.barrier()
+    context.close()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def run_cases(cases: list[Case], world_size: int, folder: Path) -> None:
+def run_cases(cases: list[Case], world_size: int, folder: Path, worker: str = "tests.engine.parallel.worker") -> None:
     """Run all cases on ``world_size`` ranks; results and errors are left in ``folder`` (see ``result``)."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     with socket.socket() as probe:
@@ -41,7 +41,7 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> None:
             "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         with (folder / f"world{world_size}-rank{rank}.log").open("w") as log:
-            command = [sys.executable, "-m", "tests.engine.parallel.worker", str(folder)]
+            command = [sys.executable, "-m", worker, str(folder)]
             processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
     try:
         for process in processes:
