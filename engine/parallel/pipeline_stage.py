@@ -99,15 +99,11 @@ class Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See ``PipelineStage``."""
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
-        self._sent = ("forward", fwd_chunk_id) if operations else self._sent
-        return operations
+        return self._sendable("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See ``PipelineStage``."""
-        operations = super().get_bwd_send_ops(bwd_chunk_id)
-        self._sent = ("backward", bwd_chunk_id) if operations else self._sent
-        return operations
+        return self._sendable("backward", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See ``PipelineStage``."""
@@ -137,6 +133,12 @@ class Stage(PipelineStage):
     def _noted(self, kind: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         if operations:
             self._received[kind, number] = False
+        return operations
+
+    def _sendable(self, kind: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        for operation in operations:
+            operation.tensor = operation.tensor.contiguous()
+            self._sent = kind, number
         return operations
 
     def _named(self, stage: int) -> str:
