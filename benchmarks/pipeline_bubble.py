@@ -162,7 +162,7 @@ def measure(case: Case, context: ParallelContext) -> float:
         sequence_length=1,
     )
     tokens = torch.zeros(case.num_micro_batches, 1, dtype=torch.int64)
-    spans = []
+    spans: list[float] = []
     for _ in range(1 + REPEATS):  # the first makes connections
         context.barrier()
         start = time.perf_counter()
