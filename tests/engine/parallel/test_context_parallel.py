@@ -20,7 +20,7 @@ from engine.parallel import blockwise
 from engine.parallel.blockwise import TILE_TOKENS, tiles
 from engine.parallel.context_parallel import split_sequences
 from engine.parallel.ring_attention import SplitAttention
-from engine.parallel.sequence_order import SequenceOrder, SplitPositions
+from engine.parallel.sequence_order import Part, SequenceOrder, SplitPositions
 from engine.plan import Plan
 from engine.torch_private import TorchDispatchMode
 from tests.engine.parallel.cases import LENGTH, MODELS, one_part_ignored, run_config, train
@@ -78,20 +78,27 @@ def test_tiles_cover_what_a_query_sees_exactly_once(window: int | None, size: in
         assert torch.equal(met, visible.long())
 
 
+def quarters(parts: list[list[Part]], rank: int) -> list[float]:
+    """Logits that a rank computes at each step of the ring, in quarters of those of all its queries and a block.
+
+    Args:
+        parts: What each rank holds.
+        rank: The rank.
+    """
+    owners = [(rank - step) % len(parts) for step in range(len(parts))]
+    found = [tiles(parts[rank], parts[owner], None, TILE_TOKENS) for owner in owners]
+    return [sum(tile.queries.length * tile.keys.length for tile in some) / TILE_TOKENS**2 for some in found]
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_do_the_same_work_at_every_step_of_the_ring(num_ranks: int) -> None:
-    """Logits computed for each block, in units of a quarter of a block: one half of a block at each step beyond the
-    first. In plain order the last rank would compute twice the mean and the first next to nothing."""
-    length = 2 * TILE_TOKENS
-    work = []
-    for rank in range(num_ranks):
-        order = SequenceOrder(num_ranks, rank)
-        owners = [(rank - step) % num_ranks for step in range(num_ranks)]
-        held = order.parts(rank, length)
-        found = [tiles(held, order.parts(owner, length), None, TILE_TOKENS) for owner in owners]
-        work.append([sum(t.queries.length * t.keys.length for t in some) / (length / 2) ** 2 for some in found])
-    assert work == [[3.0] + [2.0] * (num_ranks - 1)] * num_ranks
+    """In plain order the last rank would see every block whole and the first nothing beyond its own."""
+    ranks, size = range(num_ranks), TILE_TOKENS
+    head_tail = [SequenceOrder(num_ranks, 0).parts(rank, 2 * size) for rank in ranks]
+    assert [quarters(head_tail, rank) for rank in ranks] == [[3.0] + [2.0] * (num_ranks - 1)] * num_ranks
+    plain = [[Part(start, 2 * rank * size + start, size) for start in (0, size)] for rank in ranks]
+    assert [sum(quarters(plain, rank)) for rank in ranks] == [3.0 + 4 * rank for rank in ranks]
 
 
 class Alone:
