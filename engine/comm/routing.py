@@ -5,63 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.comm.all_reduce import Move, all_reduce, moves_of
+from engine.comm.all_reduce import all_reduce, moves_of
 from engine.comm.transport import Transport
 from engine.context import ParallelContext
 from engine.probe_pairs import measure_pairs, pair_rounds, probe_edges, probe_pair
-from engine.route_choice import SIZE_CLASSES, Choice, choose, plan_id, size_class
-from engine.routes import replay
+from engine.route_choice import size_class
+from engine.route_plan import SLOW_RATIO, RoutePlan
 from engine.topology import PROBED_BYTES, Edge, Links, fit_links
-
-HYSTERESIS = 0.05
-"""Share of its time that another route must save to be taken."""
-SLOW_RATIO = 1.5
-"""Time over its usual from which a step's sums count as slow."""
-PATIENCE = 2
-"""Slow steps in a row after which the links in use are measured again."""
-USUAL_STEPS = 3
-"""Steps after a choice whose median time is the usual one."""
-
-
-@dataclass
-class Watch:
-    """How long the sums of one size class take, relative to what their route should take."""
-
-    observed: float = 0.0
-    """Seconds of this step so far."""
-    expected: float = 0.0
-    """The same by the links."""
-    first: list[float] = field(default_factory=list)
-    """Ratios of the first steps."""
-    num_slow: int = 0
-    """Slow steps in a row."""
-
-    def ratio(self) -> float:
-        """Observed over expected of the step that ends; infinite without sums."""
-        ratio = self.observed / self.expected if self.expected else math.inf
-        self.observed = self.expected = 0.0
-        return ratio
-
-    def is_slow(self, ratio: float) -> bool:
-        """Take the ratio that all ranks agree on. Whether it has been slow for long enough."""
-        if math.isinf(ratio):
-            return False
-        if len(self.first) < USUAL_STEPS:
-            self.first.append(ratio)
-            return False
-        self.num_slow = self.num_slow + 1 if ratio > SLOW_RATIO * median(self.first) else 0
-        return self.num_slow >= PATIENCE
 
 
 class Router:
-    """The routes of one group, one for each size class; all its members make it and call it together.
+    """The routes of one group; all its members make it and call it together.
 
     Args:
         links: Between the members; the same on all of them.
@@ -80,28 +40,24 @@ class Router:
         probed_bytes: Sequence[int] = PROBED_BYTES,
         refreshes: bool = False,
     ) -> None:
-        self.links = links
         self._transport = transport
         self._device = device
         self._probed_bytes = probed_bytes
         self._pairs = [pair for pairs in pair_rounds(transport.size) for pair in pairs] if refreshes else []
         self._num_steps = 0
-        self.choices: list[Choice] = []
-        self._follow([choose(links, num_bytes) for num_bytes in SIZE_CLASSES])
-
-    @property
-    def plan_id(self) -> str:
-        """Names the routes in force; equal on all ranks."""
-        return plan_id(self.choices)
+        plan = RoutePlan(links)
+        if not self._all_chose(plan):
+            box = [plan.choices]
+            dist.broadcast_object_list(box, group=transport.group, group_src=0, device=torch.device("cpu"))
+            plan = RoutePlan(links, box[0])
+        self._follow(plan)
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum a flat, contiguous tensor in place over the group."""
         index = size_class(values.nbytes)
         start = self._transport.clock()
-        all_reduce(values, self.choices[index].route, self._moves[index], self._transport)
-        watch = self._watches[index]
-        watch.observed += self._transport.clock() - start
-        watch.expected += self._expected(index, values.nbytes)
+        all_reduce(values, self.plan.choices[index].route, self._moves[index], self._transport)
+        self.plan.observe(values.nbytes, self._transport.clock() - start)
 
     def end_step(self) -> str | None:
         """Look at the step's times with all ranks; choose other routes when a link has degraded.
@@ -109,82 +65,47 @@ class Router:
         Returns:
             What was done, in words; None for nothing. Equal on all ranks.
         """
-        # A rank that came early has waited for the others: the least time of all ranks is that of the sum alone.
-        ratios = [watch.ratio() for watch in self._watches]
         pair = self._pairs[self._num_steps % len(self._pairs)] if self._pairs else None
         self._num_steps += 1
-        figures = self._refreshed(pair) if pair else {}
         edges = [pair, pair[::-1]] if pair else []
-        told = [*ratios, *(value for edge in edges for value in figures.get(edge, (math.inf, math.inf)))]
+        mine = fit_links(probe_pair(self._transport, pair, self._device, self._probed_bytes)) if pair else {}
+        # A rank that came early has waited for the others: the least time of all ranks is that of the sum alone.
+        told = [*self.plan.end_step(), *(value for edge in edges for value in mine.get(edge, (math.inf, math.inf)))]
         agreed = torch.tensor(told, dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._transport.group)
-        values = agreed.tolist()
-        slow = [index for index, watch in enumerate(self._watches) if watch.is_slow(values[index])]
-        if slow:
-            suspected = sorted({edge for index in slow for edge in self.choices[index].route.edges})
+        num_classes = len(self.plan.choices)
+        ratios, values = agreed[:num_classes].tolist(), agreed[num_classes:].view(-1, 2).tolist()
+        suspected = self.plan.suspected(ratios)
+        if suspected:
             samples = probe_edges(self._transport, self._device, suspected, self._probed_bytes)
-            return self._adopt(fit_links(samples), "sums are slow")
-        refreshed = values[len(self._watches) :]
-        found = {edge: (refreshed[2 * place], refreshed[2 * place + 1]) for place, edge in enumerate(edges)}
-        return self._adopt(found, "links changed") if self._differ(found) else None
+            return self._revise(fit_links(samples), "sums are slow")
+        refreshed = {edge: (latency, bandwidth) for edge, (latency, bandwidth) in zip(edges, values, strict=True)}
+        if refreshed and abs(math.log(self.plan.slowdown(refreshed)[1])) > math.log(SLOW_RATIO):
+            return self._revise(refreshed, "links changed")
+        return None
 
-    def _refreshed(self, pair: Edge) -> dict[Edge, tuple[float, float]]:
-        return fit_links(probe_pair(self._transport, pair, self._device, self._probed_bytes))
-
-    def _differ(self, figures: Mapping[Edge, tuple[float, float]]) -> bool:
-        """Whether a message takes much longer or shorter than with the figures in use."""
-        size = self._probed_bytes[-1]
-        new = self.links.updated(figures).seconds(size)
-        old = self.links.seconds(size)
-        return any(max(new[edge] / old[edge], old[edge] / new[edge]) > SLOW_RATIO for edge in figures)
-
-    def _adopt(self, figures: Mapping[Edge, tuple[float, float]], reason: str) -> str:
-        """Take over new figures of some links; choose anew with them, keep routes that are nearly as good."""
-        size = self._probed_bytes[-1]
-        before = self.links
-        self.links = before.updated(figures)
-        slower = self.links.seconds(size) / before.seconds(size).clip(1e-30)
-        worst = max(figures, key=lambda edge: max(slower[edge], 1 / slower[edge]))
-        found = []
-        for choice in self.choices:
-            other, kept = choose(self.links, choice.num_bytes), choice.seconds_over(self.links)
-            is_better = other.seconds < (1 - HYSTERESIS) * kept
-            found.append(other if is_better else Choice(choice.num_bytes, choice.route, kept))
-        old = list(self.choices)
-        told = f"{reason}: link {worst[0]} to {worst[1]} takes {slower[worst]:.3g} times as long"
-        if not self._follow(found):
-            return f"{told}; the routes stay, ranks chose different ones"
-        changes = [
-            f"{int(new.num_bytes) // 2**10} KiB {one.route.kind} to {new.route.kind}"
-            for one, new in zip(old, found, strict=True)
-            if new.route != one.route
-        ]
-        return f"{told}; new routes: {', '.join(changes)}; plan {self.plan_id}" if changes else f"{told}; routes stay"
-
-    def _follow(self, choices: list[Choice]) -> bool:
-        """Use these routes from now on if all ranks chose the same; else those in force, at first the first rank's.
-
-        Returns:
-            Whether all ranks chose the same.
-        """
-        group = self._transport.group
-        ids: list[str] = [""] * self._transport.size
-        dist.all_gather_object(ids, plan_id(choices), group=group)
-        agree = len(set(ids)) == 1
+    def _revise(self, figures: Mapping[Edge, tuple[float, float]], reason: str) -> str:
+        """Take over new figures of some links, and the routes that suit them if all ranks find the same."""
+        (source, target), slowdown = self.plan.slowdown(figures)
+        told = f"{reason}: messages from rank {source} to {target} of the group take {slowdown:.3g} times as long"
+        before, links = self.plan, self.plan.links.updated(figures)
+        found = before.revised(links)
+        agree = self._all_chose(found)
+        self._follow(found if agree else before.kept(links))
         if not agree:
-            box = [self.choices or choices]
-            dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
-            choices = box[0]
-        self.choices = choices
-        self._moves: list[list[Move]] = [moves_of(choice.route, self._transport.rank) for choice in choices]
-        self._watches = [Watch() for _ in choices]
-        self._known: dict[tuple[int, int], float] = {}
-        return agree
+            return f"{told}; the routes stay, for ranks chose different ones"
+        changes = before.changes(found)
+        return f"{told}; new routes: {changes} (plan {found.id})" if changes else f"{told}; the routes stay"
 
-    def _expected(self, index: int, num_bytes: int) -> float:
-        if (index, num_bytes) not in self._known:
-            self._known[index, num_bytes] = float(replay(self.choices[index].route, self.links, num_bytes)[0])
-        return self._known[index, num_bytes]
+    def _follow(self, plan: RoutePlan) -> None:
+        self.plan = plan
+        self._moves = [moves_of(choice.route, self._transport.rank) for choice in plan.choices]
+
+    def _all_chose(self, plan: RoutePlan) -> bool:
+        """Whether the plan is the same on all ranks."""
+        ids: list[str] = [""] * self._transport.size
+        dist.all_gather_object(ids, plan.id, group=self._transport.group)
+        return len(set(ids)) == 1
 
 
 class RoutedSums:

@@ -91,7 +91,7 @@ def test_an_emulated_link_holds_messages_back(ranks: list[dict[str, Any]]) -> No
 @dist
 def test_training_along_routes_equals_training_by_the_backend(ranks: list[dict[str, Any]]) -> None:
     native, routed = (ranks[0]["trained"][name] for name in ("native", "topology"))
-    alone = cases.train(cases.run_config("llama", {}, {}))
+    alone = cases.train(cases.run_config("llama", {}, worker.SGD))
     for expected in (native, alone):
         difference = largest_difference(routed, expected, EVERYTHING)
         assert difference.ratio <= 1e-10, difference
@@ -214,5 +214,5 @@ def test_refreshing_notices_a_link_that_no_sum_goes_over(ranks: list[dict[str, A
     for found in ranks:
         notes = [note for note in found["refreshing"]["notes"] if note]
         assert len(notes) == 1
-        assert notes[0].startswith("links changed: link 1 to 3")
+        assert notes[0].startswith("links changed: messages from rank 1 to 3")
         assert found["refreshing"]["bandwidth"] == pytest.approx(50e9, rel=1e-3)

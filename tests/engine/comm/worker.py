@@ -40,6 +40,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LENGTHS = (1, 3, 1000, 4099)
 SENT_BYTES = 2**20
 """Buffers that the watched sums add up."""
+SGD = {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0, "clip_norm": None}
 FAULT_AT = 6
 """Step from which a link is ten times slower."""
 
@@ -77,20 +78,20 @@ def rerouting(group: dist.ProcessGroup) -> dict[str, Any]:
     transport = VirtualTransport(group, links)
     router = Router(links, transport, CPU)
     index = size_class(SENT_BYTES)
-    edge = next(edge for edge in router.choices[index].route.edges)
+    edge = next(edge for edge in router.plan.choices[index].route.edges)
     seconds, ids, notes, exact, uses = [], [], [], [], []
     for step in range(12):
         if step == FAULT_AT:
             latency, bandwidth = float(links.latency[edge]), float(links.bandwidth[edge])
             transport.links = links.updated({edge: (10 * latency, bandwidth / 10)})
-        uses.append(edge in router.choices[index].route.edges)
+        uses.append(edge in router.plan.choices[index].route.edges)
         values = torch.ones(SENT_BYTES // 4)
         start = transport.now
         router.all_reduce(values)
         seconds.append(transport.now - start)
         exact.append(bool((values == SIZE).all()))
         notes.append(router.end_step())
-        ids.append(router.plan_id)
+        ids.append(router.plan.id)
     return {"notes": notes, "uses": uses, "ids": ids, "exact": exact, "seconds": seconds}
 
 
@@ -101,7 +102,7 @@ def refreshing(group: dist.ProcessGroup) -> dict[str, Any]:
     router = Router(links, transport, CPU, refreshes=True)
     transport.links = links.updated({(1, 3): (2e-6, 50e9)})
     notes = [router.end_step() for _ in range(SIZE * (SIZE - 1) // 2)]
-    return {"notes": notes, "bandwidth": float(router.links.bandwidth[1, 3])}
+    return {"notes": notes, "bandwidth": float(router.plan.links.bandwidth[1, 3])}
 
 
 def timed(group: dist.ProcessGroup) -> dict[str, float]:
@@ -128,7 +129,8 @@ def trained() -> dict[str, Any]:
     """A small run whose gradients are summed by the backend, and along routes."""
     plan = {"dp_replicate": 4, "zero_stage": 0, "micro_batch_size": 1}
     return {
-        name: cases.train(cases.run_config("llama", plan | {"all_reduce": name}, {})) for name in ("native", "topology")
+        name: cases.train(cases.run_config("llama", plan | {"all_reduce": name}, SGD))
+        for name in ("native", "topology")
     }
 
 
