@@ -7,6 +7,7 @@ turned; pair i of D/2 turns by ``theta^(-2i/D)`` radians a token (arXiv 2104.098
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -34,12 +35,12 @@ class Rotation:
     """Factor on cosine and sine, and so on turned queries and keys."""
 
 
-class _Scaling(Schema):
+class _Scaling(Schema, ABC):
     """One kind of scaling; the fields are its keys."""
 
+    @abstractmethod
     def rotation(self, spec: ModelSpec, length: int) -> Rotation:
         """Of sequences of ``length`` tokens."""
-        raise NotImplementedError
 
     def softmax_factor(self) -> float:
         """Factor on the logits of latent attention."""

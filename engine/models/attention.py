@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from engine.models.layers import Linear, Norm
 from engine.models.positions import RotaryPositions
-from engine.precision.policy import wide
 from engine.spec import ModelSpec
 
 
@@ -58,35 +57,48 @@ def attend(
     Returns:
         [B, Hq, L, Dv]
     """
-    length = query.shape[2]
+    length, value_dim = query.shape[2], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mask = None if window is None or window >= length else _window_mask(length, window, query.device)
     if sinks is not None:
-        return _attend_with_sinks(query, key, value, causal_mask(length, window, query.device), sinks, scale)
-    mask = None if window is None or window >= length else causal_mask(length, window, query.device)
+        query, key, value = _led_by_sink(query, key, value, sinks / scale)
+        mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
     # Fused kernels take heads of one width. Zeros in queries and keys change no logit, those in values are cut off.
-    widest = max(query.shape[-1], value.shape[-1])
+    widest = max(query.shape[-1], value_dim)
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return mixed[..., : value.shape[-1]]
+    return mixed[:, :, -length:, :value_dim]
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Which key (column) each query (row) sees, bool [L, L]."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    dtype = wide(query.dtype)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    logits = (query @ key.transpose(-1, -2)).to(dtype).mul(scale).masked_fill(~mask, float("-inf"))
-    sink = sinks.to(dtype)[:, None, None].expand(*logits.shape[:-1], 1)
-    shares = torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    return shares.to(value.dtype) @ value
+def _led_by_sink(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences that begin with the sink, so that fused kernels do the rest: a token that all others see, without a
+    value, whose key meets nothing but a further dimension in which queries have their head's logit.
+
+    Args:
+        query: [B, Hq, L, D].
+        key: [B, Hkv, L, D].
+        value: [B, Hkv, L, Dv].
+        logits: [Hq], before they are scaled.
+
+    Returns:
+        [B, Hq, 1 + L, D'], [B, Hkv, 1 + L, D'] and [B, Hkv, 1 + L, Dv], D' the next multiple of 8 above D (kernels
+        want it). What the sink itself attends to is of no use.
+    """
+    added = 8 - query.shape[-1] % 8
+    meets_sink = logits[:, None, None].expand(*query.shape[:3], 1)
+    query = F.pad(torch.cat((query, meets_sink), dim=-1), (0, added - 1, 1, 0))
+    sink_key = key.new_zeros(*key.shape[:2], 1, key.shape[-1] + added)
+    sink_key[..., key.shape[-1]] = 1
+    key = torch.cat((sink_key, F.pad(key, (0, added))), dim=2)
+    return query, key, F.pad(value, (0, 0, 1, 0))
 
 
 class Sinks(nn.Module):
