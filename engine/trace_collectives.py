@@ -26,8 +26,11 @@ _OPERATIONS = {
 }
 """Part of an operator's name -> operation; the first that fits."""
 
-_AXES = {"tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp"}
-"""Axis of the context -> the plan's axis that it is counted under; beside them, cp."""
+_AXES = {
+    "tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp", "efsdp": "dp", "edp_replicate": "dp",
+    "expert_data": "dp",
+}  # fmt: skip
+"""Axis of the context -> the plan's axis that it is counted under; beside them, cp, and ep for all-to-alls."""
 
 
 Key = tuple[str, str, int]
@@ -61,8 +64,9 @@ class CollectiveCounter(TorchDispatchMode):
         if group is not None:
             # The whole is an input of a scatter and the output of a gather.
             whole = max(sum(map(_num_bytes, tensors_in(value))) for value in (*args, result))
+            operation = _operation(function)
             axis = "cp" if group.group_name == self._cp else self._axes.get(_members(group), "world")
-            key = (axis, _operation(function), group.size())
+            key = ("ep" if operation == "all_to_all" else axis, operation, group.size())
             count = self._counts.setdefault(key, [0, 0])
             count[0] += 1
             count[1] += whole

@@ -9,7 +9,7 @@ from pydantic import Field
 from engine.schema import Schema
 from engine.spec import Count, CountOrZero, NonNegative
 
-Axis = Literal["dp", "tp", "pp", "cp", "world"]
+Axis = Literal["dp", "tp", "pp", "cp", "ep", "world"]
 MemoryPart = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
 
 

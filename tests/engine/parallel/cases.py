@@ -46,8 +46,13 @@ MODELS: dict[str, ModelSpec] = {
     ),
     "latent": ModelSpec(**(_LLAMA | {"num_kv_heads": 4}), latent_attention=_LATENT),
     "moe": ModelSpec(**_LLAMA, moe=_MOE),
+    "moe-biased": ModelSpec(
+        **_LLAMA, mlp_bias=True, moe=_MOE | {"router_bias": True, "expert_bias": True, "shared_ffn_size": 12}
+    ),
     "matrix-dense": ModelSpec(**_MATRIX, tied_embeddings=True),
     "matrix-moe": ModelSpec(**_MATRIX, moe=_MOE | {"num_dense_layers": 1, "shared_ffn_size": 16}),
+    # Every token goes to every expert, so the experts' loads are even.
+    "moe-all": ModelSpec(**(_LLAMA | {"num_layers": 2}), moe=_MOE | {"experts_per_token": 4, "shared_ffn_size": 12}),
     "moe-deepseek": ModelSpec(
         **_LLAMA,
         moe=_MOE
