@@ -79,10 +79,11 @@ READ = [
          options={"first_step": 2, "load": source})
     for source, name, plan in (
         ("zero1", "zero0", ZERO["zero0"]), ("zero1", "zero2", ZERO["zero2"]), ("zero1", "zero3", ZERO["zero3"]),
-        ("zero1", "tp", {**SP}), ("zero1", "three", {"dp_shard": 3, "zero_stage": 1}),
-        ("zero1", "one-of-three", {"dp_shard": 3}), ("zero1", "zero1-tp", {**ZERO["zero1"], **SP}),
-        ("hybrid", "zero1", ZERO["zero1"]), ("hybrid", "replicated", {"dp_replicate": 2}),
+        ("zero1", "tp", {**SP}), ("zero1", "hybrid", {**HYBRID, "micro_batch_size": 1}),
+        ("zero1", "zero1-tp", {**ZERO["zero1"], **SP}),
         ("hybrid", "zero1-of-four", {"dp_shard": 4, "zero_stage": 1, "micro_batch_size": 1}),
+        ("hybrid", "replicated-tp", {"dp_replicate": 2, **SP}),
+        ("hybrid", "zero1-of-three", {"dp_shard": 3, "zero_stage": 1}), ("hybrid", "zero3-of-three", {"dp_shard": 3}),
     )
 ]  # fmt: skip
 EXPERTS_WRITTEN = [
@@ -97,7 +98,7 @@ REORDERED = [
     Case(f"reordered-{name}", ZERO[name], "gpt2", "data_cases:changed_order", ADAMW) for name in ("zero1", "zero3")
 ]
 ALL = [
-    *COUNTED, *EQUAL_COPIES, *SPOILED, *CLIPPED, *WRITTEN, *EXPERTS_WRITTEN, *READ, *EXPERTS_READ, *REORDERED
+    *WRITTEN, *EXPERTS_WRITTEN, *COUNTED, *EQUAL_COPIES, *SPOILED, *CLIPPED, *READ, *EXPERTS_READ, *REORDERED
 ]  # fmt: skip
 
 
@@ -105,12 +106,8 @@ ALL = [
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each case gave."""
     folder = tmp_path_factory.mktemp("data")
-    for saves in (True, False):  # what is read must be there
-        for world_size in (2, 3, 4):
-            some = [case for case in ALL if Plan(**case.plan).world_size == world_size]
-            some = [case for case in some if (case in (*WRITTEN, *EXPERTS_WRITTEN)) == saves]
-            if some:
-                run_cases(some, world_size, folder)
+    for world_size in (2, 4, 3):  # what is read was written before
+        run_cases([case for case in ALL if Plan(**case.plan).world_size == world_size], world_size, folder)
     return folder
 
 
