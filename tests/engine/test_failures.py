@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.failures import Interrupted, RunFailure, classify, describe
+from engine.failures import Interrupted, RunFailure, classify, communication_failure, describe
 from engine.loss_guard import LossGuard
 from engine.outcome import OutcomeKind, RankFailure, clear_failures, read_failures, write_failure
 
@@ -46,6 +46,16 @@ def test_classify_looks_at_the_cause() -> None:
     error = RuntimeError("a checkpoint could not be written")
     error.__cause__ = MemoryError()
     assert classify(error) == "oom"
+
+
+def test_a_peer_that_is_late_is_told_from_one_that_is_gone() -> None:
+    late = RuntimeError("the forward pass failed")
+    late.__cause__ = RuntimeError("Timed out waiting 2000ms for recv operation to complete")
+    assert communication_failure(late) == ("hang", f"RuntimeError: {late.__cause__}")
+    gone = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
+    assert communication_failure(gone) == ("infra", f"RuntimeError: {gone}")
+    for other in (MemoryError(), RuntimeError("shapes cannot be multiplied"), RunFailure("hang", "told already")):
+        assert communication_failure(other) is None
 
 
 def test_the_cause_outweighs_its_effects_on_other_ranks(tmp_path: Path) -> None:
