@@ -78,6 +78,8 @@ EQUAL = {
         equal("tied-61-sp-recompute", {"tp": 2, **SP, **FULL}, "matrix-dense"),
         equal("tied-61-whole", {"tp": 2, **WHOLE_VOCABULARY}, "matrix-dense"),
         equal("shared-experts-sp", {"tp": 2, "etp": 2, **SP}, "matrix-moe"),
+        equal("biased-experts", {"tp": 2, "etp": 2}, "moe-biased"),
+        equal("whole-biased-experts-sp", {"tp": 2, **SP}, "moe-biased"),
         equal("whole-experts", {"tp": 2}, "matrix-moe"),
     ],
     4: [
