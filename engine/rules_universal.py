@@ -109,7 +109,8 @@ _TENSOR_RULES = (
 
 # -------------------------------------------------------------------------------------------------- universal: pipeline
 
-_INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
+INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
+"""Schedules that run micro-batches in rounds over a rank's stages."""
 
 VIRTUAL_STAGES = {
     "gpipe": (1, 1),
@@ -198,7 +199,7 @@ _PIPELINE_RULES = (
         "interleaved schedules need whole rounds: micro-batches divisible by max(1, micro-batches // pp)",
         lambda c, t: (
             (t["pp"] > 1)
-            & np.isin(t["schedule"], _INTERLEAVED)
+            & np.isin(t["schedule"], INTERLEAVED)
             & (t["num_micro_batches"] % np.maximum(t["num_micro_batches"] // t["pp"], 1) != 0)
         ),
         lambda c, r: (

@@ -18,6 +18,9 @@ from engine.moe.dispatch import Loads
 from engine.moe.experts import Experts
 from engine.optim.groups import GROUPS
 from engine.parallel.vocabulary import local_vocab_size
+from engine.plan import Plan
+from engine.rules_universal import INTERLEAVED
+from engine.stage_split import V_SHAPED
 from engine.step import Stepper, make_runner, split_model
 from engine.torch_private import FakeTensorMode, pipelines_without_handshake, shapes_inferred_aside
 from engine.trace_collectives import CollectiveCounter, Key, collective_use
@@ -111,17 +114,17 @@ class DryRun:
         """Run the steps, and what they show."""
         plan, context = self._config.plan, self._context
         wanted = plan.num_micro_batches(self._config.hyperparameters.global_batch_size)
-        # What one more micro-batch adds is the same once the pipeline is full and there are gradients.
-        enough = plan.pp + 1 if plan.pp > 1 else 2
-        traced = min(wanted, enough + 1)
+        enough, more = traced_micro_batches(plan, wanted)
+        traced = min(wanted, enough + more)
         with self._fake:
             seen = self._observe(traced)
             counts, parts = seen.counts, dict(seen.parts)
             if wanted > traced:
                 fewer = self._observe(enough)
-                counts = extrapolate(counts, fewer.counts, wanted - traced)
+                further = (wanted - traced) // more
+                counts = extrapolate(counts, fewer.counts, further)
                 # The batch, and the inputs that a stage has room for.
-                parts["activations"] += (wanted - traced) * (seen.peak_bytes - fewer.peak_bytes)
+                parts["activations"] += further * (seen.peak_bytes - fewer.peak_bytes)
         return RankTrace(
             rank=context.rank,
             pipeline_rank=context.pp_rank,
@@ -171,6 +174,22 @@ class DryRun:
         return OwnedStorageTracker(lambda: owners_of(stepper), num_logits, look_at)
 
 
+def traced_micro_batches(plan: Plan, wanted: int) -> tuple[int, int]:
+    """How many micro-batches are enough to see what further ones add, and how many further ones are added at a time:
+    what they add is the same once the pipeline is full and there are gradients.
+
+    Args:
+        plan: The plan.
+        wanted: Micro-batches of a step.
+    """
+    if plan.pp == 1:
+        return 2, 1
+    if plan.schedule in INTERLEAVED:
+        each = wanted // max(wanted // plan.pp, 1)
+        return 2 * each, each
+    return (2 * plan.pp if plan.schedule in V_SHAPED else plan.pp + 1), 1
+
+
 def extrapolate(
     counts: Mapping[Key, tuple[float, float]], fewer: Mapping[Key, tuple[float, float]], num_more: int
 ) -> dict[Key, tuple[float, float]]:
@@ -178,8 +197,8 @@ def extrapolate(
 
     Args:
         counts: Calls and message bytes of a step by kind.
-        fewer: The same with one micro-batch less.
-        num_more: How many micro-batches more than ``counts``.
+        fewer: The same with fewer micro-batches.
+        num_more: How many times that difference more than ``counts``.
     """
     none = (0.0, 0.0)
     return {
