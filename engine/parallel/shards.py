@@ -93,7 +93,7 @@ def gather(split: Tensor) -> Tensor:
         gathered = [torch.empty_like(padded) for _ in pieces]
         dist.all_gather(gathered, padded, group=group)
         whole = torch.cat([piece[:size] for piece, size in zip(gathered, pieces, strict=True)]).movedim(0, dim)
-    return whole
+    return whole.contiguous()
 
 
 def _innermost_first(split: DTensor) -> list[int]:

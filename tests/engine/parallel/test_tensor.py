@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import Shard
 
 from engine.optim.groups import GROUPS
@@ -193,7 +193,7 @@ def test_checkpoint_is_read_at_another_degree(case: Case, results: Results) -> N
 def test_checkpoint_holds_true_shapes_and_is_read_by_one_process(size: int, folder: Path, results: Results) -> None:
     results(SAVED[size])
     path = folder / f"by-tp{size}"
-    held = FileSystemReader(path).read_metadata().state_dict_metadata
+    held: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {name: tuple(held[f"model.{name}"].size) for name in ("embedding.weight", "head.weight")}
     assert shapes == dict.fromkeys(shapes, (VOCAB, 32)), "no rows of padding"
     assert tuple(held["model.layers.0.attention.key.weight"].size) == (8, 32), "a replicated head stands there once"
