@@ -23,8 +23,9 @@ def bias_step(load: Tensor, rate: float) -> Tensor:
         load: Assignments of each expert, [E].
         rate: Largest change.
     """
-    mean = load.double().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return -rate * ((load - mean) / mean).clamp(-1.0, 1.0)
+    load = load.double()
+    excess = load - load.mean()
+    return -rate * (excess / load.mean().clamp_min(torch.finfo(load.dtype).tiny)).clamp(-1.0, 1.0)
 
 
 class ExpertBalance:
