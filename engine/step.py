@@ -153,7 +153,7 @@ class Stepper:
         """Use micro-batches of ``size`` sequences from the next step on; the global batch stays.
 
         Raises:
-            UserError: The size does not divide this plan's local batch, or the pipeline's shapes are fixed.
+            UserError: The size does not divide this plan's local batch.
         """
         local_batch = self._config.hyperparameters.global_batch_size // self.context.dp_size
         if size < 1 or local_batch % size:

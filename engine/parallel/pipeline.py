@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.pipelining import (
 )
 
 from engine.context import ParallelContext
-from engine.errors import UserError
 from engine.failures import RunFailure, communication_failure
 from engine.models.decoder import Decoder
 from engine.parallel.pipeline_stage import Stage
@@ -65,43 +65,38 @@ class PipelineRunner:
         num_micro_batches: int,
         sequence_length: int,
     ) -> None:
-        plan = context.plan
-        self.micro_batch_size = plan.micro_batch_size
         self._context = context
         self._parts = list(parts)
         self._scale = 1.0
         self._loss = loss
         self._takes_tokens = any(part.takes_tokens for part in parts)
         self._has_head = any(part.head is not None for part in parts)
-        self._hidden = _hidden(spec, plan, policy, sequence_length)
-        tokens = torch.empty(plan.micro_batch_size, sequence_length // plan.cp, dtype=torch.int64, device="meta")
-        # The logits stay on their rank: torch asks for their form, but has no use for it.
-        logits = torch.empty(0, dtype=policy.compute, device="meta", requires_grad=True)
+        self._sizes = _Sizes(spec, context.plan, policy, sequence_length)
+        self._local_batch = num_micro_batches * context.plan.micro_batch_size
+        self.set_micro_batch(context.plan.micro_batch_size)
+
+    def set_micro_batch(self, size: int) -> None:
+        """See ``Runner``; the schedule must run the number of micro-batches that this makes."""
+        self.micro_batch_size = size
+        plan = self._context.plan
+        tokens, hidden, logits = self._sizes.tokens(size), self._sizes.hidden(size), self._sizes.logits
         self._stages = [
             Stage(
                 part,
-                context,
-                inputs=tokens if part.takes_tokens else self._hidden,
-                outputs=self._hidden if part.head is None else logits,
+                self._context,
+                inputs=tokens if part.takes_tokens else hidden,
+                outputs=hidden if part.head is None else logits,
             )
-            for part in parts
+            for part in self._parts
         ]
         self._schedule = SCHEDULES[plan.schedule](
             self._stages[0] if plan.virtual_stages == 1 else self._stages,
-            num_micro_batches,
+            self._local_batch // size,
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
         for stage in self._stages:
             stage.check_place()
-
-    def set_micro_batch(self, size: int) -> None:
-        """See ``Runner``; only the size in force is possible."""
-        if size != self.micro_batch_size:
-            raise UserError(
-                f"the micro-batch cannot change from {self.micro_batch_size} to {size} while a pipeline runs",
-                hint="change plan.micro_batch_size and start again from a checkpoint",
-            )
 
     def train(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
         """See ``Runner``.
@@ -158,10 +153,7 @@ class PipelineRunner:
         if part.takes_tokens or self._rank(part.stage - 1) == self._context.pp_rank:
             return iter(handed_on)
         group, source = self._context.group("pp"), self._rank(part.stage - 1)
-        buffers = [
-            torch.empty(size, *self._hidden.shape[1:], dtype=self._hidden.dtype, device=self._context.device)
-            for size in sizes
-        ]
+        buffers = [torch.empty_like(self._sizes.hidden(size), device=self._context.device) for size in sizes]
         works = [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers]
         return (_arrived(work, buffer) for work, buffer in zip(works, buffers, strict=True))
 
@@ -215,11 +207,29 @@ def _arrived(work: dist.Work | None, buffer: Tensor) -> Tensor:
     return buffer
 
 
-def _hidden(spec: ModelSpec, plan: Plan, policy: PrecisionPolicy, sequence_length: int) -> Tensor:
-    """What passes between stages: [micro-batch, L, H], the sequence split where the plan splits it."""
-    length = sequence_length // plan.cp // (plan.tp if plan.sequence_parallel else 1)
-    shape = (plan.micro_batch_size, length, spec.hidden_size)
-    return torch.empty(shape, dtype=policy.compute, device="meta", requires_grad=True)
+@dataclass(frozen=True)
+class _Sizes:
+    """Forms of what goes in and out of stages, on the meta device."""
+
+    spec: ModelSpec
+    plan: Plan
+    policy: PrecisionPolicy
+    sequence_length: int
+
+    def tokens(self, size: int) -> Tensor:
+        """Of a micro-batch of ``size`` sequences, int64 [size, L]."""
+        return torch.empty(size, self.sequence_length // self.plan.cp, dtype=torch.int64, device="meta")
+
+    def hidden(self, size: int) -> Tensor:
+        """What passes between stages, [size, L, H], the sequence split where the plan splits it."""
+        length = self.sequence_length // self.plan.cp // (self.plan.tp if self.plan.sequence_parallel else 1)
+        shape = (size, length, self.spec.hidden_size)
+        return torch.empty(shape, dtype=self.policy.compute, device="meta", requires_grad=True)
+
+    @property
+    def logits(self) -> Tensor:
+        """Nothing: the logits stay on their rank, torch asks for their form but has no use for it."""
+        return torch.empty(0, dtype=self.policy.compute, device="meta", requires_grad=True)
 
 
 def gather_to_main(weights: Mapping[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:

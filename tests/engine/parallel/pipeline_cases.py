@@ -71,6 +71,21 @@ def _copies_differ(stepper: Stepper) -> bool:
     return len(held) == 2 and not torch.equal(*held)
 
 
+def changed_micro_batch(config: RunConfig, *, sizes: list[int]) -> dict[str, Any]:
+    """Train a step with each of some micro-batch sizes; what ``cases.train`` tells of it, without the gradients."""
+    stepper = build(config)
+    results = []
+    for step, size in enumerate(sizes):
+        stepper.set_micro_batch(size)
+        results.append(stepper.train_step(*batch(step, stepper.context), LEARNING_RATE))
+        stepper.evaluate(*batch(99, stepper.context))
+    return {
+        "losses": torch.tensor([result.loss for result in results], dtype=torch.float64),
+        "grad_norms": torch.tensor([result.grad_norm for result in results], dtype=torch.float64),
+        "parameters": stepper.full_weights(),
+    }
+
+
 def sleeping(config: RunConfig, *, stage: int, evaluation: bool = False) -> dict[str, Any]:
     """Let a stage sleep beyond the time limit at its second micro-batch.
 

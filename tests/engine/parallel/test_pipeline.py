@@ -42,6 +42,14 @@ EQUAL = [
         for s in ("interleaved_zero_bubble", "zbv", "dualpipev")
     ),
 ]
+CHANGED = Case(
+    "changed-micro-batch",
+    on_two("zbv", micro_batch_size=3),
+    "seven-tied",
+    "pipeline_cases:changed_micro_batch",
+    hyperparameters=SGD,
+    options={"sizes": [3, 1, 4]},
+)
 ZBV = {"schedule": "zbv", "virtual_stages": 2}
 TIED = [
     Case(
@@ -80,7 +88,7 @@ HANGS = [
         ("evaluation", {}, {"stage": 0, "evaluation": True}, "stage 1 waited for the forward of micro-batch 1"),
     )
 ]
-WORLDS = {2: EQUAL, 4: [*TIED, *(case for case, _ in HANGS)]}
+WORLDS = {2: [*EQUAL, CHANGED], 4: [*TIED, *(case for case, _ in HANGS)]}
 Results = Callable[[Case], dict[str, Any]]
 
 
@@ -103,6 +111,12 @@ def reference() -> dict[str, Any]:
 @pytest.mark.parametrize("case", EQUAL, ids=lambda case: case.name)
 def test_schedule_over_uneven_stages_with_a_tied_head_equals_one_process(case: Case, results: Results) -> None:
     difference = largest_difference(results(case), reference(), EVERYTHING)
+    assert difference.ratio <= 1e-10, difference.where
+
+
+@pytest.mark.dist
+def test_micro_batch_changes_while_a_pipeline_runs(results: Results) -> None:
+    difference = largest_difference(results(CHANGED), reference(), ["losses", "grad_norms", "parameters"])
     assert difference.ratio <= 1e-10, difference.where
 
 
