@@ -33,6 +33,7 @@ _BIASED = {
 }  # fmt: skip
 _MOE = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
 _LATENT = {"query_rank": 12, "kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 7}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _MATRIX = _LLAMA | {"num_layers": 4, "vocab_size": VOCAB}
 MODELS: dict[str, ModelSpec] = {
     "llama": ModelSpec(**_LLAMA),
@@ -63,8 +64,25 @@ MODELS: dict[str, ModelSpec] = {
         **_LLAMA, activation="clamped_swiglu", moe=_MOE | {"router_bias": True, "expert_bias": True}
     ),
     "seven-tied": ModelSpec(**(_LLAMA | {"num_layers": 7}), tied_embeddings=True),
+    "deepseek": ModelSpec(
+        **(_LLAMA | {"num_kv_heads": 4}), family="deepseek_v3", latent_attention=_LATENT,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        moe={
+            "num_experts": 8, "experts_per_token": 2, "ffn_size": 16, "shared_ffn_size": 12, "num_dense_layers": 1,
+            "scoring": "sigmoid", "routed_scaling": 1.5, "num_groups": 4, "groups_per_token": 2, "selection_bias": True,
+        },
+    ),
+    "gpt-oss": ModelSpec(
+        **_LLAMA, family="gpt_oss", qkv_bias=True, attention_out_bias=True, attention_sinks=True, rope_scaling=_YARN,
+        activation="clamped_swiglu", sliding_window=5, sliding_layers=[0, 2],
+        moe=_MOE | {"router_bias": True, "expert_bias": True},
+    ),
+    "qwen3": ModelSpec(
+        **(_LLAMA | {"max_positions": 8}), family="qwen3", qk_norm=True, tied_embeddings=True, sliding_window=6,
+        sliding_layers=[1], rope_scaling={"rope_type": "dynamic", "factor": 3.0},
+    ),
     "moe-some": ModelSpec(**_LLAMA, moe=_MOE | {"num_dense_layers": 1, "layer_period": 2}),
-}
+}  # fmt: skip
 
 
 def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]) -> RunConfig:
