@@ -284,10 +284,11 @@ def real_lines(found: dict[str, Any]) -> list[str]:
     before, after = median(seconds[: FAULT_AT - 1]), median(seconds[(acted or FAULT_AT) + 1 :])
     during = median(seconds[FAULT_AT - 1 : (acted or FAULT_AT) + 1])
     return [
-        f"**Emulated links, real time.** {REAL_RANKS} gloo processes, {REAL_BYTES // 2**20} MiB, a transport that sleeps"
-        f" by token buckets (1 or 4 ms, 80 or 20 MB/s); first route {found['kind']}. Before the fault"
-        f" {before * 1e3:.0f} ms (by the links {found['expected'][0] * 1e3:.0f} ms), during it {during * 1e3:.0f} ms (by"
-        f" the links {found['expected'][1] * 1e3:.0f} ms), after re-routing {after * 1e3:.0f} ms; the link {steps}.",
+        f"**Emulated links, real time.** {REAL_RANKS} gloo processes, {REAL_BYTES // 2**20} MiB, a transport that"
+        f" sleeps by token buckets (1 or 4 ms, 80 or 20 MB/s); first route {found['kind']}. Before the fault"
+        f" {before * 1e3:.0f} ms (by the links {found['expected'][0] * 1e3:.0f} ms), during it {during * 1e3:.0f} ms"
+        f" (by the links {found['expected'][1] * 1e3:.0f} ms), after re-routing {after * 1e3:.0f} ms; the link"
+        f" {steps}.",
         "",
         *(f"* step {step + 1}: {note}" for step, note in enumerate(notes) if note),
     ]

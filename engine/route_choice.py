@@ -23,8 +23,8 @@ SIZE_CLASSES = (2**14, 2**20, 2**26)
 """Bytes of a small, a middle and a large buffer: a route is chosen for each."""
 MAX_EXACT = 8
 """Devices up to which every order can be tried."""
-_MAX_IMPROVED = 64
-"""Ranks up to which orders are improved by exchanging two; the spanning tree's order serves beyond."""
+_MAX_IMPROVED = 16
+"""Ranks up to which orders are improved by exchanging two, and trees by trying sends; beyond, the graph's own serve."""
 _MAX_MOVES = 2**15
 """Changed rings that are looked at in a round of the local search."""
 _RANDOM_STARTS = 8

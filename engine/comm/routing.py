@@ -81,7 +81,9 @@ class Router:
             return self._revise(fit_links(samples), "sums are slow")
         refreshed = {edge: (latency, bandwidth) for edge, (latency, bandwidth) in zip(edges, values, strict=True)}
         if refreshed and abs(math.log(self.plan.slowdown(refreshed)[1])) > math.log(SLOW_RATIO):
-            return self._revise(refreshed, "links changed")
+            before = self.plan.id
+            note = self._revise(refreshed, "links changed")
+            return note if self.plan.id != before else None
         return None
 
     def _revise(self, figures: Mapping[Edge, tuple[float, float]], reason: str) -> str:
