@@ -111,6 +111,7 @@ def communication(
     shares_sends: Number = 0,
     sends_once: Number = 0,
     gathers_keys: Number = 0,
+    wide_key_gradients: Number = 0,
     imbalance_ratio: Number = 0.0,
 ) -> Communication:
     """What a table of plans sends, and how long that takes alone.
@@ -128,11 +129,14 @@ def communication(
             as its routing allows (DeepEP); 0 for a copy per expert.
         gathers_keys: 1 where context ranks gather all keys and values at once (Llama 3, TorchTitan); 0 where they pass
             them on around a ring, beside the attention.
+        wide_key_gradients: 1 where gradients of keys and values are summed over context ranks in at least fp32, as in
+            the engine; 0 in ``element_bytes`` each.
         imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
     """
     x = _Inputs(
-        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, imbalance_ratio, narrow_gradients
-    )
+        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, wide_key_gradients, imbalance_ratio,
+        narrow_gradients,
+    )  # fmt: skip
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
     else:
@@ -159,6 +163,7 @@ class _Inputs:
     shares_sends: Number
     sends_once: Number
     gathers_keys: Number
+    wide_key_gradients: Number
     imbalance_ratio: Number
     narrow_gradients: Number
 
@@ -191,8 +196,11 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        stack = (self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.imbalance_ratio)
-        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack, self.narrow_gradients))
+        stack = (
+            self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.wide_key_gradients,
+            self.imbalance_ratio, self.narrow_gradients,
+        )  # fmt: skip
+        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack))
 
     def take(self, rows: np.ndarray) -> _Inputs:
         """Some of the rows."""
@@ -265,15 +273,19 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     # Keys and values of one rank; with more tensor ranks than heads each head is held by several.
     heads = np.maximum(shape.num_kv_heads / c.tp, 1.0)
     keys = x.tokens * heads * (shape.query_key_dim + shape.value_dim) * x.element_bytes
-    ring = groups.send(groups.cp_neighbours, keys) * (c.cp - 1)
-    around = groups.all_gather(groups.cp, keys * c.cp).where(np.asarray(x.gathers_keys) > 0, ring)
+    gradients = keys * np.where(np.asarray(x.wide_key_gradients) > 0, x.wide_bytes / x.element_bytes, 1)
+
+    def around(num_bytes: Number) -> Cost:
+        ring = groups.send(groups.cp_neighbours, num_bytes) * (c.cp - 1)
+        return groups.all_gather(groups.cp, num_bytes * c.cp).where(np.asarray(x.gathers_keys) > 0, ring)
+
     shares = ~split & (np.asarray(x.shares_sends) > 0)
     crossing = groups.send(groups.pp, x.hidden_bytes / np.where(split | shares, c.tp, 1))
     return {
         "tp_forward": forward * 2,
         "tp_backward": backward * 2,
-        "cp_forward": around,
-        "cp_backward": around * 2,  # keys and values again, and their gradients
+        "cp_forward": around(keys),
+        "cp_backward": around(keys) + around(gradients),  # keys and values again
         "pp_send": crossing + half.gathered.where(shares & (np.asarray(c.pp) > 1), NOTHING),
     }
 

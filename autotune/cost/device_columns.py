@@ -154,6 +154,7 @@ class SoftwareColumns:
     sums_from_second: Number
     sends_once: Number
     gathers_keys: Number
+    wide_key_gradients: Number
 
     @classmethod
     def of(cls, figures: SoftwareFigures) -> Self:

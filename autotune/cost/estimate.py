@@ -230,6 +230,7 @@ def work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]
         shares_sends=x.software.shares_sends,
         sends_once=x.software.sends_once,
         gathers_keys=x.software.gathers_keys,
+        wide_key_gradients=x.software.wide_key_gradients,
         imbalance_ratio=x.software.imbalance_ratio,
     )
     return work, wire

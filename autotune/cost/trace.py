@@ -43,7 +43,7 @@ class CrossCheck:
     """A figure of one rank by formula and by dry run."""
 
     name: str
-    """``tp``, ``dp``, ``pp``: bytes that the rank sends in a step; ``memory``: live bytes at its peak."""
+    """``tp``, ``dp``, ``pp``, ``cp``: bytes that the rank sends in a step; ``memory``: live bytes at its peak."""
     formula: float
     """Bytes."""
     trace: float
@@ -110,7 +110,7 @@ def cross_check(config: RunConfig, trace: RankTrace) -> tuple[CrossCheck, ...]:
     c = encode(plan_table([(plan, batch, length)]), model.num_layers)
     shape = ModelShape.of(model)
     links = LinkColumns.of(parse_cluster(f"h100x8:{-(-plan.world_size // 8)}"))  # bytes depend on no link
-    wire = communication(shape, links, c, element_bytes=element_bytes(c))
+    wire = communication(shape, links, c, element_bytes=element_bytes(c), wide_key_gradients=1)
     formula = _sent_bytes(config, wire, trace.pipeline_rank)
     traced = dict.fromkeys(formula, 0.0)
     for use in trace.collectives:
@@ -147,4 +147,5 @@ def _sent_bytes(config: RunConfig, wire: Communication, pipeline_rank: int) -> d
         "tp": m * passes + one("tp_step_bytes"),
         "dp": one("dp_reduce_bytes") + one("dp_gather_bytes") + one("shard_passes") * one("shard_gather_bytes"),
         "pp": m * one("pp_send_bytes") * ((not is_first) + (not is_last)),
+        "cp": m * len(layers) * both("cp"),
     }

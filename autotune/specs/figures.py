@@ -193,6 +193,8 @@ class SoftwareFigures(Schema):
     """Whether a token goes once to a node however many of its experts are there (DeepEP)."""
     gathers_keys: bool = False
     """Whether context ranks gather all keys and values at once instead of passing them around a ring."""
+    wide_key_gradients: bool = False
+    """Whether gradients of keys and values are summed over context ranks in fp32, not in the compute dtype."""
     memory_recipe: str = "megatron"
     """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None

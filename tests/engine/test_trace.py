@@ -54,6 +54,8 @@ CASES: dict[str, tuple[RunConfig, int]] = {
     "first stage": (run_of(FOUR, {"pp": 4}, 5), 0),
     "last stage": (run_of(FOUR, {"pp": 4}, 5), 3),
     "many micro-batches": (run_of(MODEL, {"pp": 2}, 40), 0),
+    "ring": (run_of(MODEL, {"cp": 2, "precision": "bf16"}, 2), 1),
+    "gathered keys": (run_of(FOUR, {"cp": 4, "pp": 2, "zero_stage": 2, "cp_attention": "all_gather", **SP}, 4), 15),
     "8 ranks": (run_of(MODEL, {"pp": 2, "dp_shard": 2, "zero_stage": 2, "precision": "bf16", **SP}, 4), 7),
     "256 ranks": (run_of(FOUR, {"pp": 4, "dp_shard": 32, "zero_stage": 2, "precision": "bf16", **SP}, 5), 255),
 }
@@ -112,8 +114,9 @@ def test_bytes_are_the_formulas(name: str, traces: dict[str, RankTrace]) -> None
     most parameters."""
     checks = checks_of(name, traces)
     plan = CASES[name][0].plan
-    assert {"tp", "dp", "pp"} & set(checks) == {axis for axis in ("tp", "dp", "pp") if getattr(plan, axis) > 1}
-    for axis, tolerance in (("tp", 2e-4), ("pp", 0.0), ("dp", 2e-3)):
+    degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "dp": plan.dp * plan.cp}
+    assert degrees.keys() & checks.keys() == {axis for axis, degree in degrees.items() if degree > 1}
+    for axis, tolerance in (("tp", 2e-4), ("pp", 0.0), ("cp", 0.0), ("dp", 2e-3)):
         if axis in checks:
             assert checks[axis].formula == pytest.approx(checks[axis].trace, rel=tolerance)
 

@@ -219,6 +219,8 @@ def test_context_ring_passes_keys_and_values() -> None:
     per_head = 8192 / 4 * 2 * 128 * 2
     np.testing.assert_allclose(result.cp_forward_bytes, [3 * 8 * per_head, 3 * per_head])
     np.testing.assert_allclose(result.cp_backward_bytes, 2 * result.cp_forward_bytes)
+    wide = sent({"cp": 4, "dp_shard": 8}, batch=64, length=8192, wide_key_gradients=1)
+    assert wide.cp_backward_bytes == 1.5 * result.cp_backward_bytes[0]
     # All at once, the four ranks of a node use all its network cards; a ring crosses with one.
     plan = {"cp": 16, "dp_shard": 2}
     ring, gathered = sent(plan, length=65536), sent(plan, length=65536, gathers_keys=1)
