@@ -223,7 +223,7 @@ def _states(
     shape: ModelShape, c: PlanColumns, recipe: MemoryRecipe, share: RankShare, num_states: Number
 ) -> dict[str, np.ndarray]:
     """The fields of ``_Held`` that come of parameters."""
-    dense, moe, experts = layer_share(shape, c)
+    dense, moe, experts = layer_share(shape, c, recipe.whole_key_heads)
     ends = _ends(shape, c, share)
     common = share.blocks.dense_layers * dense + share.blocks.moe_layers * moe + ends
     routed = share.blocks.moe_layers * experts

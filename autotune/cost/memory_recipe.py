@@ -41,6 +41,8 @@ class MemoryRecipe:
     """Bytes per parameter of further gradients, never sharded, in bf16 plans; the optimizer step then needs nothing."""
     preallocates_gradients: Number
     """1 where gradients have their memory for the whole step, 0 where they appear in the backward pass."""
+    whole_key_heads: Number
+    """1 where key and value heads, if fewer than the tensor ranks, are all on each rank; 0 where each rank holds one."""
     state_bytes: Number
     """Bytes per parameter of one optimizer state (AdamW has two)."""
     step_bytes: Number

@@ -81,15 +81,22 @@ def rank_blocks(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankBlo
     return RankBlocks(layers - moe, moe, at_start * 1.0, at_end * 1.0)
 
 
-def layer_share(shape: ModelShape, c: PlanColumns) -> tuple[Number, Number, Number]:
+def layer_share(shape: ModelShape, c: PlanColumns, whole_key_heads: Number = 0) -> tuple[Number, Number, Number]:
     """Of a dense layer, of a layer with experts without the routed ones, and of its routed experts. ``[n]`` each.
 
     Experts are split over ep * etp and never over tp; norms, routers and latent down-projections are on every
     tensor-parallel rank; where tp exceeds the key and value heads, each is held by several ranks.
+
+    Args:
+        shape: The architecture.
+        c: ``n`` plans.
+        whole_key_heads: 1 where every rank then holds all of them, 0 where it holds one.
     """
     tp = np.asarray(c.tp, dtype=np.float64)
     whole = shape.replicated_layer_parameters
-    again = np.maximum(1 - shape.num_kv_heads / tp, 0) * shape.hidden * (shape.query_key_dim + shape.value_dim)
+    held = np.where(np.asarray(whole_key_heads) > 0, shape.num_kv_heads, 1.0)
+    heads = np.where(shape.num_kv_heads < tp, held - shape.num_kv_heads / tp, 0.0)
+    again = heads * shape.hidden * (shape.query_key_dim + shape.value_dim)
     dense = (shape.dense_layer_parameters - whole) / tp + whole + again
     moe = (shape.moe_layer_parameters - whole) / tp + whole + again
     experts = shape.expert_parameters / (np.asarray(c.ep, dtype=np.float64) * c.etp)
