@@ -120,6 +120,11 @@ class Plan(Schema):
         """Micro-batches per data-parallel rank and step."""
         return global_batch_size // (self.dp * self.micro_batch_size)
 
+    def recomputes(self, layer: int) -> bool:
+        """Whether block ``layer`` (from 0) computes activations again in the backward pass. By its number in the whole
+        model, so that it does not depend on the pipeline's stages."""
+        return self.recompute != "none" and layer % (self.recompute_period if self.recompute == "every_k" else 1) == 0
+
     def stage_layers(self, num_layers: int) -> list[range]:
         """The layers of each stage, in stage order."""
         sizes = self.layers_per_stage

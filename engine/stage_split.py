@@ -46,13 +46,12 @@ def layer_costs(spec: ModelSpec, plan: Plan, sequence_length: int) -> list[float
 
     A head that tensor parallelism does not split costs each of its ranks the whole.
     """
-    period = plan.recompute_period if plan.recompute == "every_k" else 1
     costs = []
     for layer in range(spec.num_layers):
         cost = layer_flops_per_token(spec, layer, sequence_length)
         if plan.recompute == "selective":
             cost += attention_flops_per_token(spec, layer, sequence_length) / 3
-        elif plan.recompute != "none" and layer % period == 0:
+        elif plan.recomputes(layer):
             cost += cost / 3
         costs.append(cost)
     copies = 1 if plan.vocab_parallel else plan.tp

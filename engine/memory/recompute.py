@@ -23,11 +23,8 @@ def apply_recompute(part: Decoder, plan: Plan, *, preserve_rng: bool) -> None:
         plan: ``none``, ``full`` or ``every_k`` (layers 0, k, 2k ...).
         preserve_rng: Whether blocks draw random numbers, which must be repeated.
     """
-    if plan.recompute == "none":
-        return
-    period = plan.recompute_period if plan.recompute == "every_k" else 1
     for number, block in part.layers.items():
-        if int(number) % period == 0:
+        if plan.recomputes(int(number)):
             layer = block.feed_forward
             block.forward = partial(
                 checkpoint,

@@ -22,9 +22,9 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
 class Stage(PipelineStage):
     """One stage of the pipeline.
 
-    Schedules that split the backward pass walk the recorded graph twice. A stage that recomputes activations would
-    compute them again for every group of weights, so there the first half is the whole backward pass and the second
-    half does nothing.
+    Schedules that split the backward pass walk the recorded graph twice, and once more for every group of weights. A
+    stage that recomputes activations would compute them again each time, so there the first half is the whole backward
+    pass and the second half does nothing.
 
     Args:
         part: The layers.
@@ -40,7 +40,7 @@ class Stage(PipelineStage):
             input_args=inputs, output_args=outputs, group=context.group("pp"),
         )  # fmt: skip
         self._ranks = [stage_rank(plan, stage) for stage in range(plan.num_stages)]
-        self._whole_backward = plan.recompute != "none"
+        self._whole_backward = any(plan.recomputes(int(layer)) for layer in part.layers)
         self._received: dict[tuple[str, int], bool] = {}
         self._sent: tuple[str, int] | None = None
         self._doing = ""

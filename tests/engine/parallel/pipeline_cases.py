@@ -72,14 +72,17 @@ def _copies_differ(stepper: Stepper) -> bool:
 
 
 def changed_micro_batch(config: RunConfig, *, sizes: list[int]) -> dict[str, Any]:
-    """Train a step with each of some micro-batch sizes; what ``cases.train`` tells of it, without the gradients."""
+    """Train a step with each of some micro-batch sizes; what ``cases.train`` tells of it, without the gradients, and
+    whether every rank was told the same."""
     stepper = build(config)
     results = []
     for step, size in enumerate(sizes):
         stepper.set_micro_batch(size)
         results.append(stepper.train_step(*batch(step, stepper.context), LEARNING_RATE))
         stepper.evaluate(*batch(99, stepper.context))
+    told = stepper.context.gather([(r.loss, r.grad_norm, r.grad_norms, r.num_valid_tokens) for r in results])
     return {
+        "told_alike": all(one == told[0] for one in told),
         "losses": torch.tensor([result.loss for result in results], dtype=torch.float64),
         "grad_norms": torch.tensor([result.grad_norm for result in results], dtype=torch.float64),
         "parameters": stepper.full_weights(),

@@ -118,6 +118,7 @@ def test_schedule_over_uneven_stages_with_a_tied_head_equals_one_process(case: C
 def test_micro_batch_changes_while_a_pipeline_runs(results: Results) -> None:
     difference = largest_difference(results(CHANGED), reference(), ["losses", "grad_norms", "parameters"])
     assert difference.ratio <= 1e-10, difference.where
+    assert results(CHANGED)["told_alike"], "ranks without a head know loss and norms, too"
 
 
 @pytest.mark.dist
