@@ -42,7 +42,7 @@ class MemoryRecipe:
     preallocates_gradients: Number
     """1 where gradients have their memory for the whole step, 0 where they appear in the backward pass."""
     whole_key_heads: Number
-    """1 where key and value heads, if fewer than the tensor ranks, are all on each rank; 0 where each rank holds one."""
+    """1 where all key and value heads are on every tensor rank if they are fewer than these, 0 where each holds one."""
     state_bytes: Number
     """Bytes per parameter of one optimizer state (AdamW has two)."""
     step_bytes: Number
