@@ -59,8 +59,11 @@ class StepResult:
     """Global gradient norm before clipping; None when it was not finite."""
     grad_norms: dict[str, float] = field(default_factory=dict)
     """Gradient norm of each group of parameters; empty when the step was skipped."""
-    auxiliary_loss: float = 0.0
-    """Sum of the routers' losses with their coefficients, nats; not part of ``loss``."""
+    auxiliary_loss: float | None = None
+    """Sum of the routers' losses with their coefficients, nats, not part of ``loss``; None without experts, and when it
+    was not finite."""
+    expert_load_ratio: float | None = None
+    """Mean load of the experts over the fullest one's, mean over the layers: 1 is even. None without experts."""
     skipped: bool = False
     """Whether nothing was updated because the loss or a gradient was not finite on some rank."""
     compute_seconds: float = 0.0
@@ -109,7 +112,11 @@ class Stepper:
         self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters)
         mixtures = {name: layer for part in parts for name, layer in mixtures_of(part).items()}
         self._balance = ExpertBalance(
-            mixtures, config.hyperparameters, context, splits_tokens=splits_tokens(config.plan)
+            mixtures,
+            config.hyperparameters,
+            context,
+            num_layers=sum(map(spec.is_moe_layer, range(spec.num_layers))),
+            splits_tokens=splits_tokens(config.plan),
         )
         num_micro_batches = config.plan.num_micro_batches(config.hyperparameters.global_batch_size)
         self.placer = ExpertPlacer(mixtures, config.plan, context, num_micro_batches)
@@ -192,15 +199,14 @@ class Stepper:
             loss_share.zero_()
         context.synchronize()
         computed = time.perf_counter()
-        losses = torch.stack([loss_share, self._balance.loss_share()])
-        sums = torch.cat([losses, squared_norms(without_copies(self._parameters), context)])
-        loss, auxiliary_loss, *squares = context.sum_over_world(sums).tolist()
+        norms = squared_norms(without_copies(self._parameters), context)
+        sums = torch.cat([loss_share.view(1), self._balance.sum_loads(), norms])
+        loss, auxiliary_loss, expert_load_ratio, *squares = context.sum_over_world(sums).tolist()
         grad_norm = math.sqrt(sum(squares))
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not skipped:
             self._update(grad_norm, learning_rate)
-        self._balance.end_step(skipped=skipped)
-        if not skipped:
+            self._balance.end_step()
             self.placer.end_step()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -210,7 +216,8 @@ class Stepper:
             num_valid_tokens=num_valid,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             grad_norms={} if skipped else {g: math.sqrt(square) for g, square in zip(GROUPS, squares, strict=True)},
-            auxiliary_loss=auxiliary_loss,
+            auxiliary_loss=auxiliary_loss if self.spec.moe and math.isfinite(auxiliary_loss) else None,
+            expert_load_ratio=expert_load_ratio if self.spec.moe else None,
             skipped=skipped,
             compute_seconds=computed - start,
             optimizer_seconds=time.perf_counter() - computed,

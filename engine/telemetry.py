@@ -36,6 +36,10 @@ class StepRecord(Schema):
     """Global gradient norm before clipping; null when it was not finite."""
     grad_norms: dict[str, float] = Field(default_factory=dict)
     """Gradient norm per parameter group."""
+    auxiliary_loss: float | None = None
+    """Sum of the routers' losses with their coefficients, nats; null without experts, and when it was not finite."""
+    expert_load_ratio: float | None = None
+    """Mean load of the experts over the fullest one's, mean over the layers: 1 is even; null without experts."""
     step_seconds: float
     """Whole step."""
     data_seconds: float

@@ -58,7 +58,7 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
 class ValuelessContext(ParallelContext):
     """A rank whose collectives give no values: what decides how a step goes on is taken to be well."""
 
-    ones = torch.ones(2 + len(GROUPS), dtype=torch.float64)
+    ones = torch.ones(3 + len(GROUPS), dtype=torch.float64)
 
     def sum_over_batch(self, values: Tensor) -> Tensor:
         """See ``ParallelContext``; one."""
@@ -66,7 +66,7 @@ class ValuelessContext(ParallelContext):
         return torch.tensor(1)
 
     def sum_over_world(self, values: Tensor) -> Tensor:
-        """See ``ParallelContext``; the losses and the squared gradient norms, one each."""
+        """See ``ParallelContext``; the losses, the evenness of loads and the squared gradient norms, one each."""
         super().sum_over_world(values)
         return self.ones
 

@@ -477,6 +477,8 @@ class Trainer:
             learning_rate_scale=self._scale_in_force,
             grad_norm=result.grad_norm,
             grad_norms=result.grad_norms,
+            auxiliary_loss=result.auxiliary_loss,
+            expert_load_ratio=result.expert_load_ratio,
             step_seconds=seconds,
             data_seconds=data_seconds,
             compute_seconds=result.compute_seconds,

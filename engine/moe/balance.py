@@ -35,6 +35,7 @@ class ExpertBalance:
         layers: The mixtures of experts on this rank by name.
         hyperparameters: Coefficients and rate.
         context: This rank's place.
+        num_layers: Mixtures of experts of the whole model.
         splits_tokens: Whether the ranks of ``tp`` route different tokens; else all route the same.
     """
 
@@ -44,10 +45,13 @@ class ExpertBalance:
         hyperparameters: Hyperparameters,
         context: ParallelContext,
         *,
+        num_layers: int,
         splits_tokens: bool,
     ) -> None:
         self._layers = layers
-        self._context = context
+        self._device = context.device
+        self._num_layers = num_layers
+        self._speaks_for_layers = context.coordinate("data") == context.tp_rank == 0
         self._rate = hyperparameters.expert_bias_rate
         axes = ("data", "tp") if splits_tokens else ("data",)
         self._groups = [context.group(axis) for axis in axes if context.has_axis(axis)]
@@ -70,26 +74,36 @@ class ExpertBalance:
         for layer in self._layers.values():
             layer.load.zero_()
 
-    def loss_share(self) -> Tensor:
-        """This rank's share of the step's auxiliary losses, weighted, a scalar; the sum over all ranks is the whole."""
-        total = self._auxiliary.total
-        return torch.zeros((), dtype=torch.float64, device=self._context.device) if total is None else total
-
     @torch.no_grad()
-    def end_step(self, *, skipped: bool) -> None:
-        """Sum the step's loads over the ranks that hold different tokens, and move the selection biases by them. After
-        a skipped step nothing changes."""
+    def sum_loads(self) -> Tensor:
+        """Sum the step's loads over the ranks that hold different tokens.
+
+        Returns:
+            This rank's shares of the weighted auxiliary losses and of the layers' mean evenness (mean load over the
+            largest), fp64 [2]; the sums over all ranks are the whole.
+        """
+        shares = torch.zeros(2, dtype=torch.float64, device=self._device)
         if not self._layers:
-            return
+            return shares
         loads = torch.stack([layer.load for layer in self._layers.values()])
         for group in self._groups:
             dist.all_reduce(loads, group=group)
-        if skipped:
-            return
         for layer, load in zip(self._layers.values(), loads, strict=True):
-            layer.previous_load.copy_(load)
+            layer.load.copy_(load)
+        if self._auxiliary.total is not None:
+            shares[0] = self._auxiliary.total
+        if self._speaks_for_layers:
+            evenness = loads.double().mean(dim=1) / loads.amax(dim=1).clamp_min(1)
+            shares[1] = evenness.sum() / self._num_layers
+        return shares
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Move the selection biases by the loads; left out where the step was skipped."""
+        for layer in self._layers.values():
+            layer.previous_load.copy_(layer.load)
             if layer.selection_bias is not None and self._rate:
-                layer.selection_bias += bias_step(load, self._rate)
+                layer.selection_bias += bias_step(layer.load, self._rate)
 
     def selection_biases(self) -> dict[str, Tensor]:
         """The buffers by name, as live tensors: they belong to the model's weights."""

@@ -74,6 +74,9 @@ def test_every_assignment_is_counted_once(plan: dict[str, Any]) -> None:
             assert layer.selection_bias is not None
             assert layer.selection_bias.any(), "every layer's bias moves"
             assert torch.equal(layer.selection_bias, other.selection_bias)
+        loads = torch.stack([layer.previous_load for layer in layers_of(runner)])
+        evenness = (loads.double().mean(1) / loads.amax(1)).mean()
+        assert result.expert_load_ratio == pytest.approx(float(evenness), rel=1e-12)
 
 
 @pytest.mark.parametrize("scope", ["global", "micro_batch"])

@@ -14,16 +14,17 @@ from tests.engine.parallel import cases
 
 
 def balance(config: RunConfig) -> dict[str, Any]:
-    """Train two steps with evaluations between; every rank's auxiliary losses, and the loads of all layers."""
+    """Train two steps with evaluations between; what ranks say of losses and loads, and the loads of all layers."""
     stepper = cases.build(config)
-    context, losses = stepper.context, []
+    context, told = stepper.context, []
     for step in range(2):
         stepper.evaluate(*cases.batch(99, context))
-        losses.append(stepper.train_step(*cases.batch(step, context), cases.LEARNING_RATE).auxiliary_loss)
+        result = stepper.train_step(*cases.batch(step, context), cases.LEARNING_RATE)
+        told += [result.auxiliary_loss, result.expert_load_ratio]
     loads = {name: layer.previous_load.tolist() for part in stepper.parts for name, layer in mixtures_of(part).items()}
-    everyone = context.gather({"losses": losses, "loads": loads})
+    everyone = context.gather({"told": told, "loads": loads})
     return {
-        "losses": torch.tensor([one["losses"] for one in everyone], dtype=torch.float64),
+        "told": torch.tensor([one["told"] for one in everyone], dtype=torch.float64),
         "loads": {name: load for one in everyone for name, load in one["loads"].items()},
         "same": all(
             load == other["loads"].get(name, load)

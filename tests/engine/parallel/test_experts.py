@@ -123,8 +123,8 @@ def test_loads_and_losses_are_those_of_the_whole_batch(case: Case, results: Resu
     moe = MODELS[case.model].moe
     assert moe is not None
     assert {sum(load) for load in given["loads"].values()} == {GLOBAL_BATCH * LENGTH * moe.experts_per_token}
-    for of_rank in given["losses"]:  # on every pipeline stage, too
-        torch.testing.assert_close(of_rank, whole["losses"][0], rtol=1e-12, atol=0.0)
+    for of_rank in given["told"]:  # on every pipeline stage, too
+        torch.testing.assert_close(of_rank, whole["told"][0], rtol=1e-12, atol=0.0)
 
 
 def test_an_expert_without_tokens_changes_nothing_elsewhere(results: Results) -> None:
