@@ -26,10 +26,16 @@ def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, capacity:
         bool [N].
     """
     heaviest_first = weights.argsort(descending=True, stable=True)
-    order = heaviest_first[chosen[heaviest_first].argsort(stable=True)]
-    counts = count_of_each(chosen, num_experts)
-    places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts)[chosen[order]]
-    return torch.empty_like(chosen, dtype=torch.bool).scatter(0, order, places < capacity)
+    kept = turns(chosen[heaviest_first], num_experts) < capacity
+    return torch.empty_like(kept).scatter(0, heaviest_first, kept)
+
+
+def turns(numbers: Tensor, size: int) -> Tensor:
+    """How many equal numbers stand before each of ``numbers``, which lie in 0 .. size - 1: int64 [N] to [N]."""
+    order = numbers.argsort(stable=True)
+    counts = count_of_each(numbers, size)
+    sorted_turns = torch.arange(len(numbers), device=numbers.device) - (counts.cumsum(0) - counts)[numbers[order]]
+    return torch.empty_like(numbers).scatter(0, order, sorted_turns)
 
 
 def count_of_each(numbers: Tensor, size: int) -> Tensor:

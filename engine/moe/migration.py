@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.moe.capacity import count_of_each
+from engine.moe.capacity import turns
 from engine.moe.experts import Experts, ExpertWeights
 from engine.moe.placement import Placement, home_ranks
 from engine.precision.policy import wide
@@ -32,11 +32,13 @@ class SlotExchange:
     def __init__(self, placement: Placement, group: dist.ProcessGroup, device: torch.device) -> None:
         rank = dist.get_rank(group)
         experts = placement.experts
-        num_ranks, self.num_slots = experts.shape
+        num_ranks = len(experts)
         homes = home_ranks(placement.num_experts, num_ranks)
         wanted = homes[experts] == rank
         sent = experts[wanted] - rank * (placement.num_experts // num_ranks)
         self.group = group
+        self.rank = rank
+        self.moves_any = placement.num_moved > 0
         self.sent_counts: list[int] = wanted.sum(axis=1).tolist()
         # A rank's slots ascend by expert, and homes with them: weights come in the order of the slots.
         self.received_counts: list[int] = np.bincount(homes[experts[rank]], minlength=num_ranks).tolist()
@@ -57,32 +59,34 @@ class SlotExchange:
         """
         return _Exchange.apply(weights, self)  # type: ignore[no-any-return]
 
+    def send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows to all ranks, and theirs to this one, in the order of the ranks; its own stay where they are.
+
+        Args:
+            rows: [sum of ``sent``, ...].
+            sent: Rows for each rank.
+            received: Rows from each rank.
+        """
+        if not self.moves_any:
+            return rows
+        own, end = sum(sent[: self.rank]), sum(sent[: self.rank + 1])
+        away, back = ([count * (rank != self.rank) for rank, count in enumerate(c)] for c in (sent, received))
+        arrived = rows.new_empty(sum(back), *rows.shape[1:])
+        dist.all_to_all_single(arrived, torch.cat([rows[:own], rows[end:]]), back, away, group=self.group)
+        place = sum(received[: self.rank])
+        return torch.cat([arrived[:place], rows[own:end], arrived[place:]])
+
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, exchange: SlotExchange) -> Tensor:
         ctx.exchange, ctx.num_experts = exchange, len(weights)
-        received = weights.new_empty(exchange.num_slots, *weights.shape[1:])
-        dist.all_to_all_single(
-            received,
-            weights.index_select(0, exchange.sent),
-            exchange.received_counts,
-            exchange.sent_counts,
-            group=exchange.group,
-        )
-        return received
+        return exchange.send(weights.index_select(0, exchange.sent), exchange.sent_counts, exchange.received_counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         exchange = ctx.exchange
-        returned = gradient.new_empty(len(exchange.sent), *gradient.shape[1:])
-        dist.all_to_all_single(
-            returned,
-            gradient.contiguous(),
-            exchange.sent_counts,
-            exchange.received_counts,
-            group=exchange.group,
-        )
+        returned = exchange.send(gradient, exchange.received_counts, exchange.sent_counts)
         total = returned.new_zeros(ctx.num_experts, *returned.shape[1:], dtype=wide(returned.dtype))
         for places in exchange.copies:
             total[exchange.sent[places]] += returned[places]
@@ -113,12 +117,7 @@ class CopyChoice:
     def __call__(self, chosen: Tensor) -> Tensor:
         """Experts, int64 [T, K], to slots of the same shape, numbered over all ranks."""
         experts = chosen.flatten()
-        order = experts.argsort(stable=True)
-        counts = count_of_each(experts, len(self._num_copies))
-        first = counts.cumsum(0) - counts
-        turn = torch.empty_like(experts)
-        turn[order] = torch.arange(len(experts), device=experts.device) - first[experts[order]]
-        copy = (turn + self._rank) % self._num_copies[experts]
+        copy = (turns(experts, len(self._num_copies)) + self._rank) % self._num_copies[experts]
         return self._slots[experts, copy].view_as(chosen)
 
 
