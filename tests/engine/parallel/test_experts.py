@@ -50,7 +50,6 @@ EQUAL_TWO = [
 EQUAL_FOUR = [
     experts("ep4-recompute", {"dp_shard": 4, "ep": 4, "micro_batch_size": 1, **FULL}, DEEPSEEK),
     experts("ep2-dp2", {"dp_shard": 4, "ep": 2, "micro_batch_size": 1}, GPT_OSS),
-    experts("ep2-zero1", {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1, "zero_stage": 1}, DEEPSEEK),
     experts("ep2-etp2-sp-recompute", EP2 | ETP2 | SP | FULL, GPT_OSS),
     experts("ep2-tp2", EP2 | {"tp": 2}, DEEPSEEK),
     experts("ep4-tp2-sp", {"dp_shard": 2, "tp": 2, "ep": 4, **SP}, GPT_OSS),
