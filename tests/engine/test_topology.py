@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.sparse.csgraph import minimum_spanning_tree
 
+from engine.config import load_run
 from engine.errors import UserError
 from engine.plan import Plan
 from engine.rank_placement import (
@@ -33,6 +34,7 @@ from engine.route_choice import (
     size_class,
     spanning_tree,
 )
+from engine.route_plan import RoutePlan
 from engine.routes import Route, halving_doubling, replay, ring, ring_seconds, tree, two_level
 from engine.topology import Links, PairSample, Topology, fit_link, load_topology
 
@@ -130,6 +132,14 @@ def test_a_missing_file_says_how_to_measure_one(tmp_path: Path) -> None:
         load_topology(tmp_path / "no.json")
 
 
+def test_the_files_path_is_taken_from_the_run_files_folder(tmp_path: Path) -> None:
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
+    workload = {"sequence_length": 8, "total_tokens": 64}
+    run = {"model": {**model, "vocab_size": 8}, "workload": workload, "runtime": {"topology": "links/topology.json"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    assert load_run(tmp_path / "run.yaml")[0].runtime.topology == str(tmp_path / "links/topology.json")
+
+
 # -------------------------------------------------------------------------------------------------------------- routes
 
 
@@ -219,6 +229,41 @@ def test_ranks_agree_on_a_plan_by_what_it_does() -> None:
     one, other = (Choice(1.0, ring(4).reordered(order), 1.0) for order in ([0, 1, 2, 3], [0, 2, 1, 3]))
     assert plan_id([one]) == plan_id([Choice(1.0, ring(4), 2.0)]) != plan_id([other])
     assert [size_class(num_bytes) for num_bytes in (0, 100, 2**17 - 1, 2**17 + 1, 2**40)] == [0, 0, 0, 1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------- re-routing
+
+
+def test_a_route_stays_unless_another_saves_enough() -> None:
+    plan = RoutePlan(uniform(), [Choice(size, ring(8), ring_time(size)) for size in SIZE_CLASSES])
+    revised = plan.revised(uniform())
+    assert [choice.route.kind for choice in revised.choices] == ["halving-doubling", "halving-doubling", "ring"]
+    assert plan.changes(revised) == "16 KiB ring to halving-doubling, 1024 KiB ring to halving-doubling"
+    assert plan.changes(plan.kept(scattered(9))) == ""
+
+
+def ring_time(num_bytes: float) -> float:
+    return float(ring_seconds(uniform(), num_bytes, np.arange(8)[None])[0])
+
+
+def test_single_slow_steps_are_no_reason_to_measure() -> None:
+    plan = RoutePlan(uniform())
+    for slowdown in (1, 1, 1, 9, 1, 9, 1, 1.4, 1.4, 1.4):
+        plan.observe(SIZE_CLASSES[1], slowdown * plan.expected_seconds(SIZE_CLASSES[1]))
+        assert plan.suspected(plan.end_step()) == []
+    assert plan.suspected(plan.end_step()) == []  # a step without sums
+    found = []
+    for _ in range(2):
+        plan.observe(SIZE_CLASSES[1], 2 * plan.expected_seconds(SIZE_CLASSES[1]))
+        found.append(plan.suspected(plan.end_step()))
+    assert found == [[], list(plan.choices[1].route.edges)]
+
+
+def test_links_that_are_slower_than_told_are_the_usual_after_some_steps() -> None:
+    plan = RoutePlan(uniform())
+    for _ in range(9):
+        plan.observe(SIZE_CLASSES[0], 4 * plan.expected_seconds(SIZE_CLASSES[0]))
+        assert plan.suspected(plan.end_step()) == []
 
 
 # ----------------------------------------------------------------------------------------------------------- placement

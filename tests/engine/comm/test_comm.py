@@ -210,6 +210,14 @@ def test_sums_are_right_and_plans_equal_at_every_step_of_a_change(ranks: list[di
 
 
 @dist
+def test_ranks_that_find_different_plans_keep_one(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(set(found["disagreeing"]["ids"])) == 1
+        assert found["disagreeing"]["ids"] == ranks[0]["disagreeing"]["ids"]
+        assert all("the routes stay, for ranks chose different ones" in note for note in found["disagreeing"]["notes"])
+
+
+@dist
 def test_refreshing_notices_a_link_that_no_sum_goes_over(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         notes = [note for note in found["refreshing"]["notes"] if note]

@@ -105,6 +105,22 @@ def refreshing(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"notes": notes, "bandwidth": float(router.plan.links.bandwidth[1, 3])}
 
 
+def disagreeing(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Ranks that know different links, at the start and at a change, and a sum after each."""
+    rank = dist.get_rank(group)
+    links = emulated_links()
+    own = Links(links.latency, links.bandwidth[np.ix_(*2 * [np.roll(np.arange(SIZE), rank)])])
+    router = Router(own, VirtualTransport(group, links), CPU)
+    ids, notes = [], []
+    for _ in range(2):
+        values = torch.ones(1000)
+        router.all_reduce(values)
+        assert bool((values == SIZE).all())
+        ids.append(router.plan.id)
+        notes.append(router._revise({(0, 1): (1e-5, 1e6 if rank else 1e12)}, "links changed"))
+    return {"ids": ids, "notes": notes}
+
+
 def timed(group: dist.ProcessGroup) -> dict[str, float]:
     """Seconds of every route in virtual time, of a buffer that all pieces divide."""
     found = {}
@@ -164,6 +180,7 @@ def main(folder: Path) -> None:
         "links": {f"{source}-{target}": figures for (source, target), figures in fit_links(samples).items()},
         "rerouting": rerouting(group),
         "refreshing": refreshing(group),
+        "disagreeing": disagreeing(group),
         "routed": routed(group),
         "trained": trained(),
     }
