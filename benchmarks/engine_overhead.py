@@ -195,7 +195,7 @@ def plain_step(place: Place) -> Step:
             with model.no_sync() if waits else nullcontext():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / NUM_MICRO_BATCHES
                 loss.backward()
-            loss_sum += float(loss)
+            loss_sum += float(loss.detach())
         total = torch.tensor(loss_sum)
         if place.world_size > 1:
             dist.all_reduce(total)
@@ -269,10 +269,15 @@ def _resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def threads_of(world_size: int) -> int:
+    """Threads of each process, so that all of them have all cores."""
+    return max((os.cpu_count() or 1) // world_size, 1)
+
+
 def work(plan: str, what: str, output: Path) -> None:
     """One process of a run."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    num_threads = max((os.cpu_count() or 1) // world_size, 1)
+    num_threads = threads_of(world_size)
     torch.set_num_threads(num_threads)
     if world_size > 1:
         dist.init_process_group("gloo")
@@ -296,7 +301,7 @@ def run(plan: str, what: str) -> dict[str, Any]:
     """Start the processes of a plan and take what they found."""
     world_size = Plan(**PLANS[plan]).world_size
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"] if world_size > 1 else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads_of(world_size))}
     if what != "speed":  # freed tensors leave the resident set at once
         environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     with tempfile.TemporaryDirectory() as folder:
