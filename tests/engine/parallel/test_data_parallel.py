@@ -33,6 +33,13 @@ COUNTED = [
     for kind, plan, size in (*((kind, plan, 6) for kind, plan in ZERO.items()), ("hybrid", HYBRID, 3))
     for accumulation in (1, 3)
 ]  # fmt: skip
+SPLIT_BACKWARD = ("zbv", "interleaved_zero_bubble")
+FOUR_STAGES = {"pp": 2, "virtual_stages": 2, "micro_batch_size": 2}
+PIPELINED = [
+    Case(f"{schedule}-{kind}", {**ZERO[kind], **FOUR_STAGES, "schedule": schedule}, "seven-tied", "collectives", SGD)
+    for schedule in SPLIT_BACKWARD
+    for kind in ("zero0", "zero2", "zero3")
+]  # fmt: skip
 REPLICAS = {
     "replicated": {"dp_replicate": 2},
     "zero1": ZERO["zero1"],
@@ -98,7 +105,8 @@ REORDERED = [
     Case(f"reordered-{name}", ZERO[name], "gpt2", "data_cases:changed_order", ADAMW) for name in ("zero1", "zero3")
 ]
 ALL = [
-    *WRITTEN, *EXPERTS_WRITTEN, *COUNTED, *EQUAL_COPIES, *SPOILED, *CLIPPED, *READ, *EXPERTS_READ, *REORDERED
+    *WRITTEN, *EXPERTS_WRITTEN, *COUNTED, *PIPELINED, *EQUAL_COPIES, *SPOILED, *CLIPPED, *READ, *EXPERTS_READ,
+    *REORDERED,
 ]  # fmt: skip
 
 
@@ -177,6 +185,18 @@ def test_collectives_are_the_formulas(case: Case, results: Path) -> None:
     expected = expected_counts(case)
     for counts in result(case, results)["ranks"]:
         assert {key: tuple(count) for key, count in counts.items()} == expected
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+def test_pipelines_that_split_the_backward_pass_reduce_once(schedule: str, results: Path) -> None:
+    """Several stages a rank, three micro-batches: what is scattered is what whole gradients are, but for padding."""
+    found = {case.name: result(case, results)["ranks"] for case in PIPELINED}
+    for whole, *sharded in zip(*(found[f"{schedule}-{kind}"] for kind in ("zero0", "zero2", "zero3")), strict=True):
+        calls, size = whole["dp all_reduce 2"]
+        assert calls == 2, "valid tokens and one bucket"
+        for counts in sharded:
+            assert counts["dp reduce_scatter 2"][1] == pytest.approx(size - 8, rel=0.01)
 
 
 @pytest.mark.unit
