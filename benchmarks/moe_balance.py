@@ -53,6 +53,7 @@ EXPERTS, CHOSEN = 8, 2
 WARMUP_STEPS = 20
 """Of the learning rate; as many first steps are left out of the figures of balance."""
 LEARNING_RATE = 3e-3
+"""At the end of the warm-up; from there it falls to nothing."""
 MODEL = ModelSpec(
     num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=4, head_dim=12, ffn_size=128, vocab_size=VOCAB,
     moe=MoESpec(
@@ -63,6 +64,7 @@ PERIODS = (200, 130)
 """Steps after which the share of source code, and that of tables in the rest, come back."""
 HELD_OUT_RATIO = 0.1
 NUM_HELD_OUT = 96
+TWO_RANK_STEPS = 150
 PLAN_STEPS = 10
 """Steps from one placement to the next."""
 
@@ -70,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     **{f"auxiliary loss, {c:g}": {"router_aux_loss_coefficient": c} for c in (0.001, 0.003, 0.01)},
     "auxiliary loss of micro-batches, 0.003": {
-        "router_aux_loss_coefficient": 0.003, "router_aux_loss_scope": "micro_batch", "micro_batch_size": 2,
+        "router_aux_loss_coefficient": 0.003, "router_aux_loss_scope": "micro_batch", "micro_batch_size": BATCH // 2,
     },
     **{f"selection bias, {r:g}": {"expert_bias_rate": r} for r in (0.001, 0.003, 0.01)},
 }  # fmt: skip
@@ -152,7 +154,8 @@ def train(setting: dict[str, Any], seed: int, num_steps: int, plan: Plan | None 
         kinds = draws.choice(3, BATCH, p=shares(step))
         batch = sequences([kind.train for kind in kinds_of_text], kinds, draws)[own]
         before = clock.seconds
-        result = stepper.train_step(batch[:, :-1], batch[:, 1:], LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS))
+        rate = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / num_steps)
+        result = stepper.train_step(batch[:, :-1], batch[:, 1:], rate)
         run.expert_seconds[step] = clock.seconds - before
         assert result.loss is not None, "a run of this benchmark diverged"
         run.losses[step] = result.loss
@@ -171,8 +174,9 @@ def train_once(path: Path, setting: dict[str, Any], seed: int, num_steps: int) -
     """``train`` in one process, or what it gave before."""
     if not path.exists():
         make_folder(path.parent)
+        run = train(setting, seed, num_steps)
         with path.with_suffix(".part").open("wb") as file:
-            np.savez(file, **vars(train(setting, seed, num_steps)))
+            np.savez(file, **vars(run))
         path.with_suffix(".part").replace(path)
     with np.load(path) as kept:
         return Run(kept["loads"], kept["losses"], float(kept["held_out_loss"]), kept["expert_seconds"])
@@ -316,7 +320,7 @@ def train_on_rank(rank: int, port: int, num_steps: int, placed: bool) -> Run:
         "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
     placement = {"expert_replicas": 4, "expert_placement_steps": PLAN_STEPS} if placed else {}
-    plan = Plan(dp_replicate=2, ep=2, micro_batch_size=BATCH // 2, **placement)  # type: ignore[arg-type]
+    plan = Plan(dp_replicate=2, ep=2, micro_batch_size=BATCH // 2, precision="fp64", **placement)  # type: ignore[arg-type]
     return train({}, 0, num_steps, plan)
 
 
@@ -329,14 +333,15 @@ def two_ranks(num_steps: int, *, placed: bool) -> list[Run]:
         return list(pool.map(train_on_rank, range(2), [port] * 2, [num_steps] * 2, [placed] * 2))
 
 
-def two_rank_lines(alone: Run, num_steps: int) -> tuple[list[str], dict[str, Any]]:
+def two_rank_lines(num_steps: int) -> tuple[list[str], dict[str, Any]]:
     """What two ranks show: CPU time of the experts by rank, and the loss against one process."""
+    alone = train({}, 0, num_steps, Plan(micro_batch_size=BATCH, precision="fp64"))
     lines, data = [], {}
     for placed in (False, True):
         ranks = two_ranks(num_steps, placed=placed)
         times = np.stack([run.expert_seconds for run in ranks], axis=-1)
         even = evenness(times[WARMUP_STEPS:])
-        gap = float(np.abs(ranks[0].losses / alone.losses[:num_steps] - 1).max())
+        gap = float(np.abs(ranks[0].losses / alone.losses - 1).max())
         name = "placed every 10 steps, 4 replicas" if placed else "at home"
         lines.append(
             f"* {name}: mean/max of the ranks' CPU time in experts {even.mean():.3f} (5th percentile"
@@ -362,7 +367,10 @@ def main() -> int:
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         found = pool.map(
             train_once,
-            [options.folder / f"{name.replace(' ', '-')}-seed{seed}-steps{options.steps}.npz" for name, seed in jobs],
+            [
+                options.folder / f"{name.replace(',', '').replace(' ', '-')}-seed{seed}-steps{options.steps}.npz"
+                for name, seed in jobs
+            ],
             [SETTINGS[name] for name, _ in jobs],
             [seed for _, seed in jobs],
             [options.steps] * len(jobs),
@@ -373,7 +381,7 @@ def main() -> int:
     expert_lines, experts = expert_table(runs)
     balanced = max(experts, key=lambda name: experts[name]["mean_over_max"])
     rank_lines, ranks = rank_table({name: runs[name] for name in ("nothing", balanced)})
-    real_lines, real = two_rank_lines(runs["nothing"][0], options.steps // 2)
+    real_lines, real = two_rank_lines(TWO_RANK_STEPS)
     floor = uniform_evenness()
     lines = [
         f"Expert loads of single steps ({LENGTH * BATCH * CHOSEN} assignments to {EXPERTS} experts, 2 layers), steps"
@@ -387,7 +395,7 @@ def main() -> int:
         "",
         *rank_lines,
         "",
-        f"Two real ranks over gloo, {options.steps // 2} steps, nothing balanced but by placement:",
+        f"Two real ranks over gloo in fp64, {TWO_RANK_STEPS} steps, nothing balanced but by placement:",
         "",
         *real_lines,
     ]

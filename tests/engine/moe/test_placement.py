@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.moe.placement import LoadForecast, Placement, all_at_home, home_ranks, move_cost, place
+from engine.moe.placer import num_nodes
+from engine.plan import Plan
 
 pytestmark = pytest.mark.unit
 
@@ -140,6 +142,23 @@ def test_moved_experts_are_the_busiest_ranks() -> None:
     assert Placement(np.array([[0, 2, 3], [1, 2, 3]])).num_moved == 2
     assert placement.rank_loads(np.array([4.0, 1.0, 2.0, 5.0])).tolist() == [2 + 1 + 1, 2 + 1 + 5]
     assert home_ranks(4, 2).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks_per_node", "expected"),
+    [
+        ({"dp_shard": 8, "ep": 4}, 8, 1),
+        ({"dp_shard": 8, "ep": 4}, 2, 2),
+        ({"dp_shard": 8, "ep": 8}, 2, 4),
+        ({"dp_shard": 8, "ep": 4}, 3, 1),
+        ({"tp": 2, "dp_shard": 4, "ep": 4}, 4, 1),
+        ({"tp": 2, "dp_shard": 4, "ep": 4, "etp": 2}, 4, 2),
+    ],
+)
+def test_nodes_count_where_every_group_lies_on_them_in_equal_parts(
+    plan: dict[str, int], ranks_per_node: int, expected: int
+) -> None:
+    assert num_nodes(Plan(**plan), ranks_per_node) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- forecast
