@@ -85,8 +85,7 @@ class Dispatch:
         """
         slots = self.slots_of(chosen).flatten()
         if limited and self.capacity_factor is not None:
-            capacity = expert_capacity(self.capacity_factor, chosen.numel(), self._num_experts)
-            kept = within_capacity(chosen.flatten(), weights.detach().flatten(), self._num_experts, capacity)
+            kept = self._memory("kept", lambda: self._within_capacity(chosen.flatten(), weights.detach().flatten()))
             slots = torch.where(kept, slots, self.num_slots)  # past the last slot, so past the rows that are sent
         loads = self._memory("loads", lambda: self._exchange_counts(slots))
         assignments = slots.argsort(stable=True)[: sum(loads.sent)]
@@ -94,6 +93,11 @@ class Dispatch:
         rows = self._compute(tokens.index_select(0, token_of), loads, compute)
         weighted = rows * weights.flatten().index_select(0, assignments)[:, None]
         return torch.zeros_like(tokens).index_add(0, token_of, weighted)
+
+    def _within_capacity(self, chosen: Tensor, weights: Tensor) -> Tensor:
+        assert self.capacity_factor is not None
+        capacity = expert_capacity(self.capacity_factor, len(chosen), self._num_experts)
+        return within_capacity(chosen, weights, self._num_experts, capacity)
 
     def _exchange_counts(self, slots: Tensor) -> Loads:
         sent = count_of_each(slots, self.num_slots + 1)[:-1]

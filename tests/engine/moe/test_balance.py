@@ -12,8 +12,10 @@ from engine.config import RunConfig, RuntimeOptions
 from engine.context import open_context
 from engine.errors import UserError
 from engine.models.loss import IGNORED
+from engine.moe import dispatch as dispatch_module
 from engine.moe import layer as layer_module
 from engine.moe.balance import bias_step
+from engine.moe.capacity import within_capacity
 from engine.moe.layer import MixtureOfExperts
 from engine.moe.router import choose_experts
 from engine.parallel.experts import mixtures_of
@@ -142,19 +144,27 @@ def test_selection_bias_is_a_weight_and_no_parameter() -> None:
 
 def test_recomputation_does_not_route_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
+    capacities: list[int] = []
 
     def noisy(scores: Tensor, moe: MoESpec, bias: Tensor | None) -> Tensor:
         noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(len(calls)), dtype=scores.dtype)
         calls.append(noise)
         return choose_experts(noise, moe, bias)
 
+    def counted(*arguments: Any) -> Tensor:
+        capacities.append(arguments[-1])
+        return within_capacity(*arguments)
+
     monkeypatch.setattr(layer_module, "choose_experts", noisy)
+    monkeypatch.setattr(dispatch_module, "within_capacity", counted)
     results = []
     for recompute in ("none", "full"):
         calls.clear()
-        runner = stepper({"recompute": recompute}, **BALANCED)
+        capacities.clear()
+        runner = stepper({"recompute": recompute, "expert_capacity_factor": 1.0}, **BALANCED)
         results.append(runner.train_step(*batch(), 0.01))
         assert len(calls) == 4, "two layers, two micro-batches"
+        assert capacities == [24] * 4
     assert results[0].grad_norms == pytest.approx(results[1].grad_norms, rel=1e-12)
     assert results[0].auxiliary_loss == results[1].auxiliary_loss
 
