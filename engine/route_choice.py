@@ -27,14 +27,17 @@ _MAX_IMPROVED = 16
 """Ranks up to which orders are improved by exchanging two, and trees by trying sends; beyond, the graph's own serve."""
 _MAX_MOVES = 2**15
 """Changed rings that are looked at in a round of the local search."""
-_RANDOM_STARTS = 8
-_RESTARTED_SHAPES = 2
+_RANDOM_STARTS, _FEW_STARTS = 16, 8
+"""Random orders to improve, up to ``MAX_EXACT`` ranks and beyond."""
+_RESTARTED_SHAPES = 5
 _MAX_APART = 4
 """Slow devices that are put in a cluster of their own."""
 _BLOCK = 2000
 """Orders that are replayed at once."""
-_MAX_SENDS = 400
+_MAX_SENDS = 300
 """Sends that are tried for each tree, beyond the first guesses."""
+_BEST_ROOTS, _MORE_SENDS = 2, 20
+"""The best roots so far, and how many times more sends are tried for their trees."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +148,13 @@ def _restarted(found: Sequence[Choice], links: Links, num_bytes: float) -> Itera
     if links.num_devices <= 2 * MAX_EXACT:
         generator = np.random.default_rng(0)
         for route in list(shapes.values())[-_RESTARTED_SHAPES:]:
-            for _ in range(_RANDOM_STARTS):
+            for _ in range(_RANDOM_STARTS if links.num_devices <= MAX_EXACT else _FEW_STARTS):
                 yield _improved(route, links, num_bytes, generator.permutation(links.num_devices))
 
 
 def _groupings(links: Links, num_bytes: float, around: np.ndarray) -> Iterator[list[list[int]]]:
-    """Clusters with members in ring order: by single linkage; equal stretches of the ring; the devices with the slowest
-    links apart from the rest."""
+    """Clusters with members in ring order: by single linkage; equal stretches of the ring (of few devices, stretches of
+    all sizes); the devices with the slowest links apart from the rest."""
     seconds = links.seconds(num_bytes / links.num_devices)
     size = links.num_devices
     place = np.argsort(around)
@@ -164,6 +167,9 @@ def _groupings(links: Links, num_bytes: float, around: np.ndarray) -> Iterator[l
     for count in range(2, size // 2 + 1):
         if size % count == 0:
             yield [part.tolist() for part in np.split(around, count)]
+    for sizes in _partitions(size, size) if size <= MAX_EXACT else ():
+        if 1 < len(sizes) < size:
+            yield [part.tolist() for part in np.split(around, np.cumsum(sizes)[:-1])]
 
 
 def _improved(route: Route, links: Links, num_bytes: float, order: np.ndarray) -> Choice:
@@ -201,7 +207,7 @@ def ring_order(seconds: np.ndarray) -> np.ndarray:
     generator = np.random.default_rng(0)
     few = size <= 2 * MAX_EXACT
     starts = [_nearest_neighbours(seconds, first) for first in range(size if few else 1)]
-    starts += [generator.permutation(size) for _ in range(_RANDOM_STARTS if few else 0)]
+    starts += [generator.permutation(size) for _ in range(_FEW_STARTS if few else 0)]
     return min((_improve_ring(seconds, start) for start in starts), key=lambda order: _rank(seconds, order))
 
 
@@ -257,12 +263,16 @@ def _best_tree(links: Links, num_bytes: float, max_sends: float) -> Choice:
     """The best root with the best tree for each direction. Sums go up a tree as copies come down it, backwards in time
     and over links turned around."""
     seconds = links.seconds(num_bytes)
-    options = []
-    for root in range(links.num_devices):
+
+    def best_of(root: int, max_sends: float) -> tuple[float, list[Edge], list[Edge]]:
         up_time, up = _best_copy(seconds.T, root, max_sends)
         down_time, down = _best_copy(seconds, root, max_sends)
-        options.append((up_time + down_time, up, down))
-    total, up, down = min(options)
+        return up_time + down_time, up, down
+
+    roots = range(links.num_devices)
+    options = {root: best_of(root, max_sends) for root in roots}
+    nearest = sorted(roots, key=lambda root: options[root])[:_BEST_ROOTS]
+    total, up, down = min([*options.values(), *(best_of(root, max_sends * _MORE_SENDS) for root in nearest)])
     sums = [(child, parent) for parent, child in reversed(up)]
     return Choice(num_bytes, tree(links.num_devices, sums, down), total)
 
@@ -373,7 +383,10 @@ def _all_orders(links: Links, num_bytes: float, bound: float) -> Iterator[Choice
     rings = everything[everything[:, 0] == 0]
     seconds = ring_seconds(links, num_bytes, rings)
     yield Choice(num_bytes, ring(size).reordered(rings[seconds.argmin()]), float(seconds.min()))
-    for route in (halving_doubling(size), *(two_level(sizes) for sizes in _partitions(size, size) if len(sizes) > 1)):
+    for route in (
+        halving_doubling(size),
+        *(two_level(sizes) for sizes in _partitions(size, size) if 1 < len(sizes) < size),
+    ):
         least = _busiest(route, links, num_bytes, everything)
         promising = np.argsort(least)[: int((least < bound).sum())]
         for block in np.split(promising, range(_BLOCK, len(promising), _BLOCK)):
