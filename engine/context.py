@@ -277,20 +277,24 @@ def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis. Axes with the same members share a group, but for ``cp``: what attention waits
     for must not queue behind parameters and gradients.
 
-    Made one by one: the groups that torch would make for a mesh know no time limit but its default.
+    Each rank makes the groups that it belongs to and no others, since there are thousands of them in a large world; the
+    groups that torch would make for a mesh know no time limit but its default.
     """
     made: dict[bytes, dist.ProcessGroup] = {}
-    world = dist.group.WORLD
     groups = {}
     for axis, members in axis_groups(plan).items():
+        mine = members[(members == dist.get_rank()).any(axis=1)]
         alone = axis == "cp"
         key = bytes([alone]) + members.shape[1].to_bytes(4, "little") + members.tobytes()
         if key not in made:
-            if not alone and members.shape[1] == plan.world_size and (members[0] == np.arange(plan.world_size)).all():
-                assert world is not None, "a plan of several ranks has a process group"
-                made[key] = world
+            if not alone and members.shape[1] == plan.world_size:
+                assert dist.group.WORLD is not None, "a plan of several ranks has a process group"
+                made[key] = dist.group.WORLD
             else:
-                mine, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=time_limit)
-                made[key] = mine
-        groups[axis] = made[key]
-    return {axis: group for axis, group in groups.items() if group is not None}
+                # A rank that has none (of ``ends``) makes one by itself: torch names groups by how many there were, and
+                # NCCL splits communicators on all ranks at once.
+                ranks = mine[0].tolist() if len(mine) else [dist.get_rank()]
+                made[key] = dist.new_group(ranks, timeout=time_limit, use_local_synchronization=True)
+        if len(mine):
+            groups[axis] = made[key]
+    return groups

@@ -47,7 +47,8 @@ def expert_ranks(plan: Plan) -> np.ndarray:
 
 
 def axis_groups(plan: Plan) -> dict[str, np.ndarray]:
-    """The groups of each axis above degree 1, [groups, members]; the members of a group stand in the axis' order.
+    """The groups of each axis above degree 1, [groups, members]. The members of a group stand in the axis' order, which
+    is ascending under every ``rank_order``: process groups are in no other.
 
     Beside the mesh axes: ``pp``; ``ends``, the first and last pipeline rank; ``cp``; ``dp``, which load different
     sequences; ``data`` (dp * cp), which hold different tokens; ``expert_data``, which hold the same experts.

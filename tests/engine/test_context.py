@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.config import RuntimeOptions
 from engine.context import open_context
@@ -54,3 +57,28 @@ def test_refusal_of_one_is_told_with_its_hint() -> None:
         with pytest.raises(UserError) as error:
             everywhere(refuse)
         assert (error.value.message, error.value.hint, error.value.where) == ("no text", "write some", "run.yaml:3")
+
+
+@pytest.mark.parametrize("rank", [0, 1000])
+def test_a_rank_makes_its_own_groups_alone(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each axis of other ranks, at the first pipeline rank and in the middle alike; not one for each of the
+    thousands of groups that a large world has."""
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def counted(ranks: list[int], **settings: Any) -> dist.ProcessGroup | None:
+        made.append(ranks)
+        return new_group(ranks, **settings)
+
+    monkeypatch.setattr(dist, "new_group", counted)
+    plan = Plan(pp=8, dp_shard=64, tp=8, zero_stage=2)
+    dist.init_process_group("fake", rank=rank, world_size=plan.world_size)
+    try:
+        context = open_context(plan, RuntimeOptions())
+        assert sorted(map(len, made)) == sorted([8, 8, 64, 512, 2 if rank == 0 else 1])
+        assert all(rank in ranks for ranks in made)
+        assert context.has_axis("ends") == (rank == 0)
+        assert (context.pp_rank, context.dp_rank, context.tp_rank) == (rank // 512, rank % 512 // 8, rank % 8)
+        assert context.submesh("fsdp", "tp") is not None
+    finally:
+        dist.destroy_process_group()
