@@ -41,7 +41,6 @@ class ParallelContext:
     """The process group of each axis above degree 1 that this rank belongs to."""
     links: Links | None = field(default=None, repr=False)
     """Between the ranks, where ``runtime.topology`` tells them."""
-    _owns_group: bool = field(default=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -203,12 +202,6 @@ class ParallelContext:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def close(self) -> None:
-        """Take down the process group if ``open_context`` started it."""
-        if self._owns_group:
-            dist.destroy_process_group()
-            self._owns_group = False
-
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
     """The result of ``action``, or the parts of the UserError it raised."""
@@ -237,10 +230,9 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
             hint=f"start {plan.world_size} processes with torchrun, or change the plan's degrees",
         )
     device = _device(runtime, local_rank)
-    owns_group = plan.world_size > 1 and not running
     time_limit = timedelta(seconds=runtime.hang_timeout_seconds)
     links = None
-    if owns_group:
+    if plan.world_size > 1 and not running:
         start: dict[str, Any] = {}
         if runtime.topology:
             place = take_place(plan, runtime.topology, rank, time_limit)
@@ -254,7 +246,7 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
         )
     elif runtime.topology:
         links = checked_topology(plan, runtime.topology).links()
-    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), links, owns_group)
+    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), links)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:

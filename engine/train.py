@@ -138,7 +138,6 @@ class Program:
             self._report(describe_split(config.model, config.plan, config.workload.sequence_length))
         exit_code = self._with_context(config, context)
         context.barrier()  # torchrun ends all ranks as soon as one ends: rank 0 must have written everything
-        context.close()
         return exit_code
 
     def _check(self, config: RunConfig, notes: list[str]) -> None:
@@ -306,4 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The process groups are left to the system: taken down, or ended with Python, gloo's threads sometimes abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -24,7 +24,6 @@ def test_one_process_needs_no_group() -> None:
     assert context.all_agree(True)
     assert not context.all_agree(False)
     assert context.sum_over_batch(torch.tensor(3)).item() == 3
-    context.close()
 
 
 def test_wrong_number_of_processes_is_told() -> None:

@@ -8,6 +8,7 @@ the result of each becomes ``FOLDER/<name>.pt``. The first that raises ends the 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -54,7 +55,8 @@ def main(folder: Path) -> None:
         except BaseException:
             (folder / f"{case['name']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             raise
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # taking down many groups, gloo's threads sometimes abort
 
 
 if __name__ == "__main__":
