@@ -211,7 +211,8 @@ def plain_step(place: Place) -> Step:
 
 def engine_step(place: Place) -> Step:
     """The engine."""
-    stepper = Stepper.build(place.config, open_context(place.config.plan, place.config.runtime), vocab_size=1)
+    context = open_context(place.config.plan, place.config.runtime, has_experts=False)
+    stepper = Stepper.build(place.config, context, vocab_size=1)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         loss = stepper.train_step(tokens, labels, LEARNING_RATE).loss

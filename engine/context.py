@@ -211,11 +211,16 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
         return None, {"message": error.message, "hint": error.hint, "where": error.where}
 
 
-def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
+def open_context(plan: Plan, runtime: RuntimeOptions, *, has_experts: bool = True) -> ParallelContext:
     """Take this process's place in the plan, from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK).
 
     Uses the process group that exists, or starts one when the plan has several ranks. With ``runtime.topology`` the
     ranks of a group that is started are those that suit the links, not the RANKs.
+
+    Args:
+        plan: The plan.
+        runtime: Device, threads and time limits.
+        has_experts: Whether the model has experts; else no groups are made for them.
 
     Raises:
         UserError: The number of processes is not the plan's, the device does not exist, or the topology is of others.
@@ -246,7 +251,7 @@ def open_context(plan: Plan, runtime: RuntimeOptions) -> ParallelContext:
         )
     elif runtime.topology:
         links = checked_topology(plan, runtime.topology).links()
-    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit), links)
+    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit, has_experts), links)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
@@ -265,7 +270,7 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
     return device
 
 
-def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
+def _groups(plan: Plan, time_limit: timedelta, has_experts: bool) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis. Axes with the same members share a group, but for ``cp``: what attention waits
     for must not queue behind parameters and gradients.
 
@@ -274,7 +279,7 @@ def _groups(plan: Plan, time_limit: timedelta) -> dict[str, dist.ProcessGroup]:
     """
     made: dict[bytes, dist.ProcessGroup] = {}
     groups = {}
-    for axis, members in axis_groups(plan).items():
+    for axis, members in axis_groups(plan, has_experts=has_experts).items():
         mine = members[(members == dist.get_rank()).any(axis=1)]
         alone = axis == "cp"
         key = bytes([alone]) + members.shape[1].to_bytes(4, "little") + members.tobytes()

@@ -46,12 +46,16 @@ def expert_ranks(plan: Plan) -> np.ndarray:
     return world_ranks(plan).reshape(plan.pp, plan.edp // shard, shard, plan.ep, plan.etp)
 
 
-def axis_groups(plan: Plan) -> dict[str, np.ndarray]:
+def axis_groups(plan: Plan, *, has_experts: bool = True) -> dict[str, np.ndarray]:
     """The groups of each axis above degree 1, [groups, members]. The members of a group stand in the axis' order, which
     is ascending under every ``rank_order``: process groups are in no other.
 
     Beside the mesh axes: ``pp``; ``ends``, the first and last pipeline rank; ``cp``; ``dp``, which load different
     sequences; ``data`` (dp * cp), which hold different tokens; ``expert_data``, which hold the same experts.
+
+    Args:
+        plan: The plan.
+        has_experts: Whether there are experts; else the axes of their parameters are left out.
     """
     world, dense, experts = world_ranks(plan), dense_ranks(plan), expert_ranks(plan)
     along = {
@@ -61,9 +65,10 @@ def axis_groups(plan: Plan) -> dict[str, np.ndarray]:
         "dp": _along(world.reshape(plan.pp, plan.dp, plan.cp, plan.tp), 1),
         "data": _along(world.reshape(plan.pp, plan.dp * plan.cp, plan.tp), 1),
         **{axis: _along(dense, 1 + index) for index, axis in enumerate(DENSE_AXES)},
-        **{axis: _along(experts, 1 + index) for index, axis in enumerate(EXPERT_AXES)},
-        "expert_data": _along(experts.reshape(plan.pp, plan.edp, plan.ep * plan.etp), 1),
     }
+    if has_experts:
+        along |= {axis: _along(experts, 1 + index) for index, axis in enumerate(EXPERT_AXES)}
+        along["expert_data"] = _along(experts.reshape(plan.pp, plan.edp, plan.ep * plan.etp), 1)
     return {axis: groups for axis, groups in along.items() if groups.shape[1] > 1}
 
 

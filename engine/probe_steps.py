@@ -53,7 +53,9 @@ def measure_steps(timer: Timer, *, seconds: float, quick: bool) -> list[StepSamp
     runtime = RuntimeOptions.model_validate({"device": context.device.type, "threads_per_rank": timer.threads})
     for case in (*_tiny_cases(context.world_size), *_real_cases(context.world_size, context.device)):
         plan = case.plan
-        own = open_context(plan, runtime) if plan.world_size > 1 else ParallelContext(plan, context.device)
+        own = ParallelContext(plan, context.device)
+        if plan.world_size > 1:
+            own = open_context(plan, runtime, has_experts=case.model.moe is not None)
         for batch in case.batches:
             config = RunConfig(
                 model=case.model,

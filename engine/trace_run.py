@@ -49,7 +49,8 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
         distributed.init_process_group("fake", rank=rank, world_size=plan.world_size)
     try:
         with pipelines_without_handshake(), shapes_inferred_aside():
-            return DryRun(config, open_context(plan, config.runtime)).trace()
+            context = open_context(plan, config.runtime, has_experts=config.model.moe is not None)
+            return DryRun(config, context).trace()
     finally:
         if not alone:
             distributed.destroy_process_group()

@@ -131,7 +131,7 @@ class Program:
 
         from engine.context import open_context
 
-        context = open_context(config.plan, config.runtime)
+        context = open_context(config.plan, config.runtime, has_experts=config.model.moe is not None)
         for note in notes:
             self._report(note)
         if config.plan.pp > 1:

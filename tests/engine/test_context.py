@@ -63,9 +63,9 @@ def test_a_rank_makes_its_own_groups_alone(rank: int, monkeypatch: pytest.Monkey
     """One for each axis of other ranks, at the first pipeline rank and in the middle alike; not one for each of the
     thousands of groups that a large world has."""
     made: list[list[int]] = []
-    new_group = dist.new_group
+    new_group: Any = dist.new_group
 
-    def counted(ranks: list[int], **settings: Any) -> dist.ProcessGroup | None:
+    def counted(ranks: list[int], **settings: Any) -> Any:
         made.append(ranks)
         return new_group(ranks, **settings)
 
@@ -79,5 +79,9 @@ def test_a_rank_makes_its_own_groups_alone(rank: int, monkeypatch: pytest.Monkey
         assert context.has_axis("ends") == (rank == 0)
         assert (context.pp_rank, context.dp_rank, context.tp_rank) == (rank // 512, rank % 512 // 8, rank % 8)
         assert context.submesh("fsdp", "tp") is not None
+        made.clear()
+        context = open_context(plan, RuntimeOptions(), has_experts=False)
+        assert 512 not in map(len, made)
+        assert context.submesh("efsdp", "ep") is None
     finally:
         dist.destroy_process_group()

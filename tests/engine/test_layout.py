@@ -24,7 +24,7 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_every_rank_is_in_one_group_of_an_axis_in_ascending_order(name: str, order: str) -> None:
     """Ascending, because torch sorts the ranks of a group, and meshes are laid over the groups."""
-    plan = Plan(**PLANS[name], rank_order=order)
+    plan = Plan(**PLANS[name] | {"rank_order": order})
     for axis, groups in axis_groups(plan).items():
         assert (np.diff(groups, axis=1) > 0).all(), axis
         inner = plan.pp > 2 and axis == "ends"
@@ -34,7 +34,7 @@ def test_every_rank_is_in_one_group_of_an_axis_in_ascending_order(name: str, ord
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_ranks_stand_where_the_order_says(order: str) -> None:
-    plan = Plan(**PLANS["experts"], rank_order=order)
+    plan = Plan(**PLANS["experts"] | {"rank_order": order})
     strides = dict.fromkeys(order.split("-"), 1)
     degrees = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "pp": plan.pp}
     for slower, faster in zip(order.split("-")[1:], order.split("-"), strict=False):

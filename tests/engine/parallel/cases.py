@@ -100,7 +100,8 @@ def run_config(model: str, plan: dict[str, Any], hyperparameters: dict[str, Any]
 
 def build(config: RunConfig) -> Stepper:
     """A stepper of this rank."""
-    return Stepper.build(config, open_context(config.plan, config.runtime), vocab_size=1)
+    context = open_context(config.plan, config.runtime, has_experts=config.model.moe is not None)
+    return Stepper.build(config, context, vocab_size=1)
 
 
 def batch(step: int, context: ParallelContext, size: int = GLOBAL_BATCH) -> tuple[Tensor, Tensor]:
