@@ -21,6 +21,8 @@ SGD = {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0, "clip_norm": None}
 AUXILIARY = SGD | {"router_aux_loss_coefficient": 0.05, "router_z_loss_coefficient": 0.01}
 ADAMW = {"clip_norm": 0.5, "weight_decay": 0.1}
 EACH_STEP = {"expert_placement_steps": 1}
+ZBV = {"pp": 2, "virtual_stages": 2, "schedule": "zbv"}
+"""Weights' gradients come later than those of activations."""
 
 
 def placed(name: str, plan: dict[str, Any], model: str = "moe", **more: Any) -> Case:
@@ -41,7 +43,7 @@ EQUAL_FOUR = [
     placed("ep4", {"dp_replicate": 4, "ep": 4, "expert_replicas": 4, "micro_batch_size": 1}),
     placed("efsdp", {"dp_shard": 4, "ep": 2, "expert_replicas": 2, "micro_batch_size": 1}),
     placed("etp", {"dp_shard": 2, "tp": 2, "etp": 2, "ep": 2, "expert_replicas": 2}, "moe-gpt-oss"),
-    placed("pp", {"pp": 2, "dp_replicate": 2, "ep": 2, "expert_replicas": 2, "micro_batch_size": 1}),
+    placed("zbv", ZBV | {"dp_shard": 2, "ep": 2, "expert_replicas": 2, "micro_batch_size": 1}, "matrix-moe"),
 ]
 STATES = placed("adamw", {"dp_replicate": 2, "ep": 2, "expert_replicas": 2}, hyperparameters=ADAMW)
 EVERY_TWO = {"dp_shard": 2, "ep": 2, "expert_replicas": 2, "expert_placement_steps": 2}
