@@ -43,7 +43,7 @@ def attend(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of whole sequences.
+    """Causal attention of whole sequences. With a window, time and memory grow with the length times the window.
 
     Args:
         query: [B, Hq, L, D].
@@ -57,9 +57,58 @@ def attend(
     Returns:
         [B, Hq, L, Dv]
     """
-    length, value_dim = query.shape[2], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mask = None if window is None or window >= length else _window_mask(length, window, query.device)
+    if window is None or window >= query.shape[2]:
+        return _fused(query, key, value, None, sinks, scale)
+    first = _fused(query[:, :, :window], key[:, :, :window], value[:, :, :window], None, sinks, scale)
+    return torch.cat((first, _after_window(query, key, value, window, sinks, scale)), dim=2)
+
+
+def _after_window(query: Tensor, key: Tensor, value: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
+    """What the queries behind the first ``window`` tokens see: chunks of at most ``window`` queries, each beside the
+    keys from the window of its first to its last, all at once as a batch; one mask serves all chunks.
+
+    Args:
+        query: [B, Hq, L, D].
+        key: [B, Hkv, L, D].
+        value: [B, Hkv, L, Dv].
+        window: Less than L.
+        sinks: [Hq], or None.
+        scale: Factor on the logits.
+
+    Returns:
+        [B, Hq, L - window, Dv]
+    """
+    batch, num_later = query.shape[0], query.shape[2] - window
+    num_chunks = -(-num_later // window)
+    chunk = -(-num_later // num_chunks)
+    # The last chunk is filled up with tokens that are cut off at the end and that no other one sees.
+    query, key, value = (F.pad(x, (0, 0, 0, num_chunks * chunk - num_later)) for x in (query, key, value))
+    seen = window - 1 + chunk
+    queries = query[:, :, window:].unflatten(2, (num_chunks, chunk)).transpose(1, 2).flatten(0, 1)
+    keys, values = (x[:, :, 1:].unfold(2, seen, chunk).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
+    mask = torch.ones(chunk, seen, dtype=torch.bool, device=query.device).triu().tril(window - 1)
+    mixed = _fused(queries, keys, values, mask, sinks, scale)
+    return mixed.unflatten(0, (batch, num_chunks)).transpose(1, 2).flatten(2, 3)[:, :, :num_later]
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """Attention by torch's kernels.
+
+    Args:
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: [B, Hkv, S, Dv].
+        mask: Which keys each query sees, bool [T, S]; None where S is T and each sees those up to its own.
+        sinks: [Hq], or None.
+        scale: Factor on the logits.
+
+    Returns:
+        [B, Hq, T, Dv]
+    """
+    length, value_dim = query.shape[2], value.shape[-1]
     if sinks is not None:
         query, key, value = _led_by_sink(query, key, value, sinks / scale)
         mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
@@ -73,23 +122,18 @@ def attend(
     return mixed[:, :, -length:, :value_dim]
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Which key (column) each query (row) sees, bool [L, L]."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
-
-
 def _led_by_sink(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sequences that begin with the sink, so that fused kernels do the rest: a token that all others see, without a
     value, whose key meets nothing but a further dimension in which queries have their head's logit.
 
     Args:
-        query: [B, Hq, L, D].
-        key: [B, Hkv, L, D].
-        value: [B, Hkv, L, Dv].
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: [B, Hkv, S, Dv].
         logits: [Hq], before they are scaled.
 
     Returns:
-        [B, Hq, 1 + L, D'], [B, Hkv, 1 + L, D'] and [B, Hkv, 1 + L, Dv], D' the next multiple of 8 above D (kernels
+        [B, Hq, 1 + T, D'], [B, Hkv, 1 + S, D'] and [B, Hkv, 1 + S, Dv], D' the next multiple of 8 above D (kernels
         want it). What the sink itself attends to is of no use.
     """
     added = 8 - query.shape[-1] % 8

@@ -53,7 +53,7 @@ def heads(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, T
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6, 7])
 def test_attention_is_what_a_loop_over_tokens_gives(window: int | None, has_sinks: bool, scale: float | None) -> None:
     query, key, value, sinks = heads()
     given = attend(query, key, value, window=window, sinks=sinks if has_sinks else None, scale=scale)
