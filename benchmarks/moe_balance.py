@@ -1,7 +1,7 @@
 """How even the load of experts and of ranks gets, and what that costs in loss: nothing, auxiliary loss, selection bias,
 placement and replicas.
 
-    python benchmarks/moe_balance.py [--seeds 3] [--steps 400] [--folder runs/benchmarks/moe_balance]
+    python benchmarks/moe_balance.py [--seeds 3] [--steps 1200] [--folder runs/benchmarks/moe_balance]
 
 A small mixture of experts learns bytes of three unlike kinds of text from the Python installation (source code,
 reference manual, tables of character sets), whose shares of the batch are uneven and drift.
@@ -359,7 +359,7 @@ def main() -> int:
     """Train, replay, print, write."""
     parser = argparse.ArgumentParser(description="Balance of experts and ranks, and its cost in loss.")
     parser.add_argument("--seeds", type=int, choices=range(2, 11), default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/moe_balance"))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
