@@ -58,7 +58,7 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 """Keys that change neither parameter counts nor the function that is computed (dropout is a hyperparameter)."""
 
-_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+_BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -69,7 +69,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-"""Keys that change nothing at these values."""
+"""Keys that change nothing at these values; at any other the same weights would compute something else."""
 
 
 _BY_HAND = (
@@ -86,6 +86,7 @@ class _Keys:
         self.data = data
         self.source = source
         self.used = {"model_type"}
+        self.unknown: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it stands, or ``default`` where the key is missing."""
@@ -129,10 +130,19 @@ class _Keys:
             f"'{key}' must be {wanted}, got {self.data.get(key)!r}", hint=f"correct '{key}'", where=self.source
         )
 
-    def unused(self) -> list[str]:
+    def check_built(self, data: dict[str, Any]) -> None:
+        """Refuse values in ``data``, all of the configuration or a part, that make a model which is not built."""
+        for key, values in _BUILT_VALUES.items():
+            if key in data and data[key] not in values:
+                raise UserError(
+                    f"models with {key} {json.dumps(data[key])} are not built, only with {json.dumps(values[-1])}",
+                    hint=f"choose another model: these weights with another {key} would compute something else",
+                    where=self.source,
+                )
+
+    def not_understood(self) -> list[str]:
         """Keys that were neither used nor known to be harmless."""
-        rest = self.data.keys() - self.used - _HARMLESS
-        return sorted(key for key in rest if self.data[key] not in _HARMLESS_VALUES.get(key, ()))
+        return sorted([*self.unknown, *(self.data.keys() - self.used - _HARMLESS - _BUILT_VALUES.keys())])
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -149,14 +159,15 @@ def read_hf_config(data: dict[str, Any], source: str) -> tuple[ModelSpec, list[s
         The architecture, and the keys that were not understood.
 
     Raises:
-        UserError: Unknown family, or a value that is missing, of the wrong type or not representable.
+        UserError: Unknown family, or a value that is missing, of the wrong type, not representable or not built.
     """
     keys = _Keys(data, source)
     family = _family(data, source)
+    keys.check_built(data)
     fields = _READERS[family](keys)
     fields |= {"family": family, "name": _name(source)}
     try:
-        return parse(ModelSpec, fields), keys.unused()
+        return parse(ModelSpec, fields), keys.not_understood()
     except UserError as error:
         raise UserError(error.message, hint=error.hint, where=source) from None
 
@@ -246,7 +257,11 @@ def _rope(keys: _Keys, theta: float, scaling: dict[str, Any] | None = None) -> d
     if keys.get("original_max_position_embeddings") is not None and kind != "default":
         found["original_max_position_embeddings"] = keys.count("original_max_position_embeddings")
     base = (keys if inner is None else _Keys({"rope_theta": inner}, keys.source)).number("rope_theta", theta)
-    return {"rope_theta": base, "rope_scaling": None if kind == "default" else found}
+    if kind != "default":
+        return {"rope_theta": base, "rope_scaling": found}
+    keys.check_built(found)
+    keys.unknown += [f"rope_parameters.{key}" for key in found.keys() - {"rope_type", "type"} - _BUILT_VALUES.keys()]
+    return {"rope_theta": base, "rope_scaling": None}
 
 
 def _decoder(
@@ -300,6 +315,8 @@ def _layer_window(keys: _Keys, window: int | None, sliding: list[int]) -> dict[s
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:
             raise keys.wrong("layer_types", f"a list of {num_layers} layer types")
+        if not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
+            raise keys.wrong("layer_types", "a list of full_attention and sliding_attention")
         sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if window is None or not sliding:
         return {"sliding_window": None}

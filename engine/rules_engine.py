@@ -170,7 +170,7 @@ _PLAN_RULES = (
     _plan_rule(
         "vocab_rows",
         "with vocab_parallel, every tensor-parallel rank has rows of the vocabulary",
-        lambda c, t: t["vocab_parallel"] & (c.model.vocab_size <= (t["tp"] - 1) ** 2),
+        lambda c, t: t["vocab_parallel"] & ((t["tp"] - 1) * -(-c.model.vocab_size // t["tp"]) >= c.model.vocab_size),
         "tensor-parallel ranks without any of a vocabulary's {c.model.vocab_size} rows (tp {r.tp})",
         "set vocab_parallel to false, or tp to a smaller degree",
     ),

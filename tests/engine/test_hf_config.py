@@ -170,11 +170,28 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
 
 
 def test_keys_not_understood_are_listed_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = {**TINY["llama"], "use_cache": True, "partial_rotary_factor": 0.5, "surprise": 1}
-    assert read_hf_config(data, "a.json")[1] == ["partial_rotary_factor", "surprise"]
+    rope = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0, "spiral": 2}
+    data = {**TINY["llama"], "use_cache": True, "partial_rotary_factor": 1.0, "surprise": 1, "rope_parameters": rope}
+    assert read_hf_config(data, "a.json")[1] == ["rope_parameters.spiral", "surprise"]
     (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
     load_model(tmp_path)
-    assert "partial_rotary_factor, surprise" in caplog.text
+    assert "rope_parameters.spiral, surprise" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 are not built, only with 1\.0"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false are not built, only with true"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit 5\.0 are not built, only with 7\.0"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "'layer_types' must be a list of"),
+        ("gpt_oss", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "full_attention and"),
+    ],
+)
+def test_a_model_that_would_be_another_one_is_refused(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_hf_config(TINY[family] | change, "a.json")
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ CASES = [
 LEGAL = [
     Case("", {"dp_shard": 2, "tp": 2, "pp": 2, "sequence_parallel": True}, devices=8),
     Case("", {"tp": 2, "vocab_parallel": False}, {"vocab_size": 257}),
+    Case("", {"tp": 8}, {"vocab_size": 48}),
     Case("", {"tp": 2, "etp": 2, "dp_shard": 2}, {"moe": MOE}),
     Case("", {"tp": 2, "ep": 4, "dp_shard": 2}, {"moe": MOE | {"shared_ffn_size": 32, "num_groups": 2}}),
     Case("", {"ep": 2, "dp_shard": 2}, {"moe": MOE | {"scoring": "sigmoid", "selection_bias": True}, "mlp": "plain"}),
