@@ -12,6 +12,7 @@ from engine.schema import Schema
 from engine.spec import Count, CountOrZero, Positive, Ratio
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+KeyExchange = Literal["ring", "all_gather"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
 
@@ -63,7 +64,7 @@ class Plan(Schema):
     """Share of the optimizer states kept in host memory."""
     offload_activations_ratio: Ratio = 0.0
     """Share of the saved activations kept in host memory."""
-    cp_attention: Literal["ring", "all_gather"] = "ring"
+    cp_attention: KeyExchange = "ring"
     """How context-parallel ranks see each other's keys and values: passed around a ring, or gathered. No effect at
     cp = 1."""
     expert_capacity_factor: Positive | None = None

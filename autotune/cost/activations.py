@@ -37,6 +37,10 @@ class LayerActivations:
     """More that is alive within the layer's backward pass: what is recomputed, and gradients of activations."""
     moe_backward: Number
     """The same of a layer with experts."""
+    dense_outputs: Number
+    """Outputs of the layer's products and norms, as large as their gradients."""
+    moe_outputs: Number
+    """The same of a layer with experts."""
 
 
 def element_bytes(c: PlanColumns) -> Number:
@@ -90,7 +94,10 @@ def layer_activations(
         again = np.where(_starts_with_kept(shape, c), 0.0, everything - np.where(by_selection, selected, stream))
         working = recipe.working_tensors * t.e * t.whole * shape.hidden + recipe.working_widths * width
         backward.append(again + working)
-    return LayerActivations(stream, norms + inputs, kept[0], kept[1], backward[0], backward[1])
+    query, key, value, _ = _head_widths(shape, t)
+    between = 4 * stream + t.e * t.whole * (query + key + value)  # of two norms, attention and feed-forward
+    outputs = [between + (shape.ffn_matrices - 1) * width for width in (dense_width, moe_width)]
+    return LayerActivations(stream, norms + inputs, kept[0], kept[1], backward[0], backward[1], outputs[0], outputs[1])
 
 
 def _starts_with_kept(shape: ModelShape, c: PlanColumns) -> np.ndarray:
@@ -139,9 +146,7 @@ def _attention(
 
     With latent attention the compressed queries, keys and values are kept as well, before and after their norms.
     """
-    query, output = shape.num_heads * shape.query_key_dim / t.tp, shape.num_heads * shape.value_dim / t.tp
-    heads = np.maximum(shape.num_kv_heads / t.tp, 1.0)
-    key, value = heads * shape.query_key_dim, heads * shape.value_dim
+    query, key, value, output = _head_widths(shape, t)
     copies = (query + key + value) * (1 + recipe.attention_copies) + output
     width = np.where(np.asarray(recipe.saves_attention_fp8) > 0, t.e_input, t.e)
     quantised = np.where(t.e_input == width, 0.0, t.e_input * output)  # beside the output that attention itself keeps
@@ -150,6 +155,18 @@ def _attention(
     per_score = np.where(fused, 0.0, t.e + dropout * (1 + t.e))  # softmax; its mask and what dropout leaves
     scores = rows * (4 + per_score * c.sequence_length)
     return t.whole * (width * copies + quantised) + latent, scores, t.whole * t.e * (query + value + output)
+
+
+def _head_widths(shape: ModelShape, t: _Tokens) -> tuple[Number, Number, Number, Number]:
+    """Widths of the queries, keys, values and outputs of a rank's heads."""
+    heads = np.maximum(shape.num_kv_heads / t.tp, 1.0)
+    queries = shape.num_heads / t.tp
+    return (
+        queries * shape.query_key_dim,
+        heads * shape.query_key_dim,
+        heads * shape.value_dim,
+        queries * shape.value_dim,
+    )
 
 
 def _per_width(shape: ModelShape, recipe: MemoryRecipe, t: _Tokens) -> Number:

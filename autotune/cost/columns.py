@@ -72,6 +72,8 @@ class PlanColumns:
     overlap_dp: IntColumn
     overlap_tp: IntColumn
     overlap_pp: IntColumn
+    cp_attention: IntColumn
+    """Code."""
     rank_order: IntColumn
     """Code."""
     global_batch_size: IntColumn

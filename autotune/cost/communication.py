@@ -1,19 +1,21 @@
 """Bytes and seconds of every communication of a plan, before any of it is hidden behind compute.
 
-Byte counts are what this project's engine sends where it builds the plan (tensor, pipeline and sharded data
-parallelism, experts sliced over the tensor group); for the rest the conventions of Megatron-LM: expert and context
-parallelism, ZeRO 0 and 1, sequence gathered again in the backward pass (by an option).
+Where training stacks send differently, it is a fact of the stack (``WireFacts``); without any, the conventions are
+those of Megatron-LM. With the facts of this project's engine the byte counts are those of its dry runs
+(tests/engine/test_trace.py).
 
 A table of many plans of one model has few distinct layouts, so everything is computed once per layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
-from autotune.cost.columns import PlanColumns, words_of
+from autotune.cost.columns import PlanColumns, code, words_of
+from autotune.cost.device_columns import SoftwareColumns
 from autotune.cost.distinct import Columns
 from autotune.cost.parameters import (
     candidate_ranks,
@@ -21,6 +23,7 @@ from autotune.cost.parameters import (
     is_vee,
     layer_share,
     rank_blocks,
+    splits_backward,
     vocabulary_share,
 )
 from autotune.cost.rank_groups import NOTHING, Cost, Groups, LinkColumns
@@ -29,6 +32,7 @@ from engine.collective_cost import Group, Number
 
 __all__ = ["Communication", "LinkColumns", "communication"]
 
+ALL_GATHER = code("cp_attention", "all_gather")
 BUCKET_ELEMENTS = 40e6
 """Gradients that are reduced in one message where nothing is sharded by layer (Megatron-LM's bucket)."""
 TOPK_RATIO = 0.01
@@ -37,6 +41,29 @@ INDEX_BYTES = 4
 """Of the place of an element in a sparse gradient."""
 POWERSGD_RANK = 4
 """Rank of PowerSGD's factors."""
+
+
+@dataclass(frozen=True)
+class WireFacts:
+    """How training stacks send: each 1 where it is so, one number for all plans or ``[n]``. What they mean is written
+    with ``SoftwareFigures`` (``autotune/specs/figures.py``)."""
+
+    narrow_gradients: Number = 0
+    regathers: Number = 0
+    shares_sends: Number = 0
+    sends_once: Number = 0
+    gathers_keys: Number = 0
+    wide_key_gradients: Number = 0
+    sums_whole_gradients: Number = 0
+    sums_replicas_once: Number = 0
+    dispatches_whole: Number = 0
+    sums_tied_shards: Number = 0
+    split_backward_keeps_gathered: Number = 0
+
+    @classmethod
+    def of(cls, software: SoftwareColumns) -> Self:
+        """Those of one stack, or of one for each row."""
+        return cls(**{f.name: getattr(software, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -106,12 +133,7 @@ def communication(
     c: PlanColumns,
     *,
     element_bytes: Number,
-    narrow_gradients: Number = 0,
-    regathers: Number = 0,
-    shares_sends: Number = 0,
-    sends_once: Number = 0,
-    gathers_keys: Number = 0,
-    wide_key_gradients: Number = 0,
+    facts: WireFacts | None = None,
     imbalance_ratio: Number = 0.0,
 ) -> Communication:
     """What a table of plans sends, and how long that takes alone.
@@ -121,22 +143,10 @@ def communication(
         links: The networks.
         c: ``n`` plans.
         element_bytes: Of an activation and of a gathered parameter.
-        narrow_gradients: 1 where gradients are reduced in ``element_bytes`` each; 0 in at least fp32, as in the engine.
-        regathers: 1 where a split sequence is gathered again in the backward pass instead of kept (Megatron-LM).
-        shares_sends: 1 where the tensor ranks of a stage each send a share of the activations to the next stage, which
-            gathers them there (Megatron-LM of 2021, Narayanan et al. section 4.1; DeepSpeed).
-        sends_once: 1 where a token goes once to a node however many of its experts are there, at most to as many nodes
-            as its routing allows (DeepEP); 0 for a copy per expert.
-        gathers_keys: 1 where context ranks gather all keys and values at once (Llama 3, TorchTitan); 0 where they pass
-            them on around a ring, beside the attention.
-        wide_key_gradients: 1 where gradients of keys and values are summed over context ranks in at least fp32, as in
-            the engine; 0 in ``element_bytes`` each.
+        facts: How the training stacks send; None for those that do nothing of it.
         imbalance_ratio: Tokens of the rank with the most above the mean, relative, where experts are spread over ranks.
     """
-    x = _Inputs(
-        shape, c, element_bytes, regathers, shares_sends, sends_once, gathers_keys, wide_key_gradients, imbalance_ratio,
-        narrow_gradients,
-    )  # fmt: skip
+    x = _Inputs(shape, c, element_bytes, facts or WireFacts(), imbalance_ratio)
     if x.is_one_model and all(np.ndim(value) == 0 for level in links.levels for value in astuple(level)):
         parts = _once_per_layout(x, links)
     else:
@@ -145,11 +155,12 @@ def communication(
     stage = np.where(c.num_shards > 1, c.zero_stage, 0)
     reductions = np.where((stage == 3) & (c.pp == 1), c.num_micro_batches, 1)
     parts["tp_step"] = (parts["tp_step"].where(x.splits_sequence, NOTHING) + parts.pop("tp_shared")) * reductions
-    parts["dp_reduce"] = parts["dp_reduce"] * reductions
+    once = np.where(x.facts.sums_replicas_once, 1, reductions)
+    parts["dp_reduce"] = parts["dp_reduce"] * reductions + parts.pop("replica_reduce") * once
     n = len(c)
     columns = {name: np.broadcast_to(cost.seconds, n) for name, cost in parts.items()}
     columns |= {f"{name}_bytes": np.broadcast_to(cost.bytes, n) for name, cost in parts.items()}
-    return Communication(**columns, shard_passes=np.broadcast_to(_shard_passes(c), n))
+    return Communication(**columns, shard_passes=np.broadcast_to(_shard_passes(c, x.facts), n))
 
 
 @dataclass(frozen=True)
@@ -159,18 +170,13 @@ class _Inputs:
     shape: ModelShape
     c: PlanColumns
     element_bytes: Number
-    regathers: Number
-    shares_sends: Number
-    sends_once: Number
-    gathers_keys: Number
-    wide_key_gradients: Number
+    facts: WireFacts
     imbalance_ratio: Number
-    narrow_gradients: Number
 
     @property
     def gradient_bytes(self) -> Number:
         """Of a gradient element on the wire."""
-        narrow = np.asarray(self.narrow_gradients) > 0
+        narrow = np.asarray(self.facts.narrow_gradients) > 0
         return np.where(narrow, self.element_bytes, self.wide_bytes)
 
     @property
@@ -196,11 +202,8 @@ class _Inputs:
     @property
     def is_one_model(self) -> bool:
         """Whether only the plans, and with them the precision, differ from row to row."""
-        stack = (
-            self.regathers, self.shares_sends, self.sends_once, self.gathers_keys, self.wide_key_gradients,
-            self.imbalance_ratio, self.narrow_gradients,
-        )  # fmt: skip
-        return all(np.ndim(value) == 0 for value in (*astuple(self.shape), *stack))
+        figures = (*astuple(self.shape), *astuple(self.facts), self.imbalance_ratio)
+        return all(np.ndim(value) == 0 for value in figures)
 
     def take(self, rows: np.ndarray) -> _Inputs:
         """Some of the rows."""
@@ -209,7 +212,7 @@ class _Inputs:
 
 
 _LAYOUT = ("tp", "pp", "cp", "dp", "ep", "etp", "rank_order", "vocab_parallel", "element_bytes")
-_PASS_KEY = (*_LAYOUT, "micro_batch_size", "sequence_length", "sequence_parallel")
+_PASS_KEY = (*_LAYOUT, "micro_batch_size", "sequence_length", "sequence_parallel", "cp_attention")
 _STEP_KEY = (
     *_LAYOUT, "dp_replicate", "dp_shard", "zero_stage", "schedule", "virtual_stages", "first_stage_layers",
     "last_stage_layers", "largest_stage_layers", "gradient_compression",
@@ -269,17 +272,18 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     """
     shape, c, split = x.shape, x.c, x.splits_sequence
     forward = half.exchanged.where(split, half.reduced)
-    backward = (half.exchanged + half.gathered * np.asarray(x.regathers)).where(split, half.reduced)
+    backward = (half.exchanged + half.gathered * np.asarray(x.facts.regathers)).where(split, half.reduced)
     # Keys and values of one rank; with more tensor ranks than heads each head is held by several.
     heads = np.maximum(shape.num_kv_heads / c.tp, 1.0)
     keys = x.tokens * heads * (shape.query_key_dim + shape.value_dim) * x.element_bytes
-    gradients = keys * np.where(np.asarray(x.wide_key_gradients) > 0, x.wide_bytes / x.element_bytes, 1)
+    gradients = keys * np.where(np.asarray(x.facts.wide_key_gradients) > 0, x.wide_bytes / x.element_bytes, 1)
+    at_once = (np.asarray(x.facts.gathers_keys) > 0) | (c.cp_attention == ALL_GATHER)
 
     def around(num_bytes: Number) -> Cost:
         ring = groups.send(groups.cp_neighbours, num_bytes) * (c.cp - 1)
-        return groups.all_gather(groups.cp, num_bytes * c.cp).where(np.asarray(x.gathers_keys) > 0, ring)
+        return groups.all_gather(groups.cp, num_bytes * c.cp).where(at_once, ring)
 
-    shares = ~split & (np.asarray(x.shares_sends) > 0)
+    shares = ~split & (np.asarray(x.facts.shares_sends) > 0)
     crossing = groups.send(groups.pp, x.hidden_bytes / np.where(split | shares, c.tp, 1))
     return {
         "tp_forward": forward * 2,
@@ -293,10 +297,11 @@ def _layers(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
 def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     """A layer with experts: its attention, and the experts.
 
-    Experts in slices on all ranks of the tensor group (ep 1, etp = tp; the engine): the tokens of the group are whole
-    on each rank, and the layer sends what a dense one does. Otherwise each rank
-    dispatches its share of the tokens: all-to-all over ep, a gather over etp of what arrived, the way back for the
-    output; the gradients take the same ways backwards (Megatron-LM's all-to-all dispatcher).
+    Experts in slices on all ranks of the tensor group (etp = tp, at ep 1 or where a stack dispatches all tokens from
+    each rank): the tokens of the group are whole on each rank, and the layer sends what a dense one does, beside the
+    all-to-all over ep. Otherwise each rank dispatches its share of the tokens: all-to-all over ep, a gather over etp of
+    what arrived, the way back for the output; the gradients take the same ways backwards (Megatron-LM's all-to-all
+    dispatcher).
     """
     shape, c, split = x.shape, x.c, x.splits_sequence
     if not np.any(np.asarray(shape.num_experts) > 0):
@@ -304,19 +309,20 @@ def _experts(x: _Inputs, groups: Groups, half: _Half) -> dict[str, Cost]:
     has_experts = np.asarray(shape.num_experts) > 0
     per_token = np.maximum(shape.experts_per_token, 1)
     attention = half.exchanged.where(split, half.reduced)
-    attention_back = (half.exchanged + half.gathered * np.asarray(x.regathers)).where(split, half.reduced)
-    # Each rank of the tensor group dispatches its own share of the tokens, a copy for each of their experts.
-    copies = x.hidden_bytes / c.tp * shape.experts_per_token * fullest_load(x.imbalance_ratio, c.ep)
+    attention_back = (half.exchanged + half.gathered * np.asarray(x.facts.regathers)).where(split, half.reduced)
+    # Each rank dispatches its own share of the tensor group's tokens, or all of them, a copy for each of their experts.
+    whole = (np.asarray(x.facts.dispatches_whole) > 0) & (c.etp == c.tp)
+    copies = x.hidden_bytes / np.where(whole, 1, c.tp) * shape.experts_per_token * fullest_load(x.imbalance_ratio, c.ep)
     domains = c.ep / np.maximum(groups.ep.members[0], 1)
     limit = np.where(np.asarray(shape.token_groups) > 0, shape.token_groups, np.inf)
     reached = np.minimum(domains * (1 - (1 - 1 / domains) ** per_token), limit)
-    outside = np.where(np.asarray(x.sends_once) > 0, np.minimum(reached / per_token, 1.0), 1.0)
+    outside = np.where(np.asarray(x.facts.sends_once) > 0, np.minimum(reached / per_token, 1.0), 1.0)
     exchange = groups.all_to_all(groups.ep, copies, outside) * 2
     arrived = groups.all_gather(groups.etp, copies * c.etp) * 2
-    shared = half.exchanged.where(split & (np.asarray(shape.shared_ffn) > 0), NOTHING)
+    shared = half.exchanged.where(split, half.reduced).where(np.asarray(shape.shared_ffn) > 0, NOTHING)
     # Without a split sequence the outputs of the ranks' shares are gathered.
     dispatched = arrived + half.gathered.where(~split, NOTHING) + shared
-    sliced = (c.ep == 1) & (c.etp == c.tp)
+    sliced = ((c.ep == 1) & (c.etp == c.tp)) | whole
     return {
         "tp_moe_forward": (attention + attention.where(sliced, dispatched)).where(has_experts, NOTHING),
         "tp_moe_backward": (attention_back + attention_back.where(sliced, dispatched)).where(has_experts, NOTHING),
@@ -354,7 +360,10 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     held = _Held.of(shape, c)
     stage = np.where(c.num_shards > 1, c.zero_stage, 0)
     on_wire, is_sparse = _compressed_bytes(x)
-    reduce, gather = NOTHING, NOTHING
+    reduce, replicas, gather = NOTHING, NOTHING, NOTHING
+    # Stages whose gradients are reduced into shards, and the width of the parameters that come back of it.
+    into_shards = stage > np.where(x.facts.sums_whole_gradients, 1, 0)
+    gathered_bytes = np.where(into_shards, x.element_bytes, x.wide_bytes)
     for parameters, whole, shard, replicate in (
         (held.shared, groups.dp, groups.shard, groups.replicate),
         (held.experts, groups.edp, groups.edp_shard, groups.edp_replicate),
@@ -364,10 +373,11 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
         message = parameters / held.messages
         gradients = message * on_wire
         scattered = groups.reduce_scatter(shard, gradients)
-        scattered = scattered + _summed(groups, replicate, gradients / shard.size, is_sparse)
         summed = _summed(groups, whole, gradients, is_sparse)
-        reduce = reduce + scattered.where(stage > 0, summed) * held.messages
-        gather = gather + groups.all_gather(shard, message * x.element_bytes) * held.messages
+        reduce = reduce + scattered.where(into_shards, summed) * held.messages
+        shards = _summed(groups, replicate, gradients / shard.size, is_sparse)
+        replicas = replicas + shards.where(into_shards, NOTHING) * held.messages
+        gather = gather + groups.all_gather(shard, message * gathered_bytes) * held.messages
     kept = groups.all_gather(groups.shard, held.head * x.element_bytes).where(c.pp == 1, NOTHING)
     # Wherever there are tensor ranks: whether they split the sequence is not part of a step's key.
     # Where each micro-batch is reduced, its gradients are not yet accumulated in fp32.
@@ -378,9 +388,11 @@ def _of_step(x: _Inputs, groups: Groups) -> dict[str, Cost]:
     keys = np.where(shape.num_kv_heads < c.tp, shape.num_kv_heads * (shape.query_key_dim + shape.value_dim), 0)
     rows = shape.num_layers * (shape.query_rank + shape.kv_rank + keys) + shape.num_moe_layers * shape.num_experts
     shared = rows * shape.hidden / c.pp * in_parts
-    tied = vocabulary_share(shape, c) * x.gradient_bytes
+    ends = np.where((stage >= 2) & (np.asarray(x.facts.sums_tied_shards) > 0), c.num_shards, 1)
+    tied = vocabulary_share(shape, c) / ends * x.gradient_bytes
     return {
         "dp_reduce": reduce,
+        "replica_reduce": replicas,
         "dp_gather": gather.where((stage == 1) | (stage == 2), NOTHING),
         "shard_gather": (gather + kept * -0.5).where(stage == 3, NOTHING),
         "tp_step": groups.all_reduce(groups.tp, norms),
@@ -424,14 +436,16 @@ class _Held:
         return cls(shared, experts, np.where(np.asarray(shape.tied) == 0, of_fullest(head), 0.0), messages)
 
 
-def _shard_passes(c: PlanColumns) -> Number:
+def _shard_passes(c: PlanColumns, facts: WireFacts) -> Number:
     """Passes of a step for which ZeRO 3 gathers a rank's parameters.
 
     Without a pipeline each forward and each backward pass. In a pipeline a backward pass leaves them gathered for the
     forward pass that follows it: one gather per forward pass of the warm-up, one per backward pass of the steady state.
+    Stacks that keep them gathered where weights have a backward pass of their own gather them once.
     """
     micro_batches = c.num_micro_batches
-    passes = np.where(c.pp > 1, micro_batches + 1, 2 * micro_batches)
+    once = splits_backward(c) & (np.asarray(facts.split_backward_keeps_gathered) > 0)
+    passes = np.where(c.pp > 1, np.where(once, 1, micro_batches + 1), 2 * micro_batches)
     result: Number = np.where((c.zero_stage == 3) & (c.num_shards > 1), passes, 0)
     return result
 

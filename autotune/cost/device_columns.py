@@ -155,6 +155,11 @@ class SoftwareColumns:
     sends_once: Number
     gathers_keys: Number
     wide_key_gradients: Number
+    sums_whole_gradients: Number
+    sums_replicas_once: Number
+    dispatches_whole: Number
+    sums_tied_shards: Number
+    split_backward_keeps_gathered: Number
 
     @classmethod
     def of(cls, figures: SoftwareFigures) -> Self:

@@ -11,7 +11,7 @@ import numpy as np
 from autotune.cost import distinct
 from autotune.cost.coefficients import Coefficients, coefficients_on
 from autotune.cost.columns import PlanColumns, encode
-from autotune.cost.communication import Communication, LinkColumns, communication
+from autotune.cost.communication import Communication, LinkColumns, WireFacts, communication
 from autotune.cost.compute import Basis, ComputeWork, compute_work
 from autotune.cost.device_columns import DeviceColumns, SoftwareColumns
 from autotune.cost.memory import MemoryTable, memory
@@ -225,12 +225,7 @@ def work_and_wire(x: Scope, c: PlanColumns) -> tuple[ComputeWork, Communication]
         x.links,
         c,
         element_bytes=x.device.element_bytes,
-        narrow_gradients=x.software.narrow_gradients,
-        regathers=x.software.regathers,
-        shares_sends=x.software.shares_sends,
-        sends_once=x.software.sends_once,
-        gathers_keys=x.software.gathers_keys,
-        wide_key_gradients=x.software.wide_key_gradients,
+        facts=WireFacts.of(x.software),
         imbalance_ratio=x.software.imbalance_ratio,
     )
     return work, wire

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.activations import LayerActivations, element_bytes, layer_activations, recomputed_share
+from autotune.cost.activations import NONE, LayerActivations, element_bytes, layer_activations, recomputed_share
 from autotune.cost.columns import PlanColumns, code, words_of
 from autotune.cost.memory_recipe import MemoryRecipe
-from autotune.cost.parameters import RankBlocks, candidate_ranks, layer_share, rank_blocks, vocabulary_share
-from autotune.cost.pipeline import in_flight
+from autotune.cost.parameters import (
+    RankBlocks,
+    candidate_ranks,
+    layer_share,
+    rank_blocks,
+    splits_backward,
+    vocabulary_share,
+)
+from autotune.cost.pipeline import ZBV, in_flight, waiting_for_weights
 from autotune.cost.shapes import ModelShape, Number
 from engine.units import GIB
 
@@ -57,6 +64,10 @@ class RankShare:
     blocks: RankBlocks
     in_flight: np.ndarray
     """Micro-batches whose activations are held at the peak, ``[k, n]``."""
+    waiting: np.ndarray
+    """Of those, the ones that wait for their backward pass of the weights."""
+    is_last: np.ndarray
+    """Whether it is the last rank."""
 
 
 def memory(
@@ -128,7 +139,8 @@ def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShar
         ranks: ``[k, n]``: pipeline ranks.
     """
     held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
-    return RankShare(rank_blocks(shape, c, ranks), held)
+    waiting = waiting_for_weights(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
+    return RankShare(rank_blocks(shape, c, ranks), held, waiting, ranks == np.asarray(c.pp) - 1)
 
 
 def memory_of_ranks(
@@ -240,11 +252,14 @@ def _states(
         return np.where(is_split, 0.0, size), np.where(is_split, size, 0.0)
 
     e = element_bytes(c)
-    half, stored_once, is_sharded = e == 2, np.asarray(recipe.shards_stored) > 0, shard > 1
     stage = np.asarray(c.zero_stage)
     first, second, third = stage >= 1, stage >= 2, stage >= 3
-    is_free = third & ~((np.asarray(recipe.pipeline_keeps_gathered) > 0) & (c.pp > 1))
-    stored, stored_split = either(first & (half | stored_once) | third, np.where(half, recipe.master_bytes, e))
+    is_split = stage >= recipe.whole_below_stage
+    half, stored_once, is_sharded = e == 2, np.asarray(recipe.shards_stored) > 0, (shard > 1) & is_split
+    keeps_apart = splits_backward(c) & (np.asarray(recipe.split_backward_keeps_gathered) > 0)
+    is_free = third & ~((np.asarray(recipe.pipeline_keeps_gathered) > 0) & (c.pp > 1)) & ~keeps_apart
+    are_shards = (first & (half | stored_once) & is_split) | third
+    stored, stored_split = either(are_shards, np.where(half, recipe.master_bytes, e))
     copies = np.where(half | (stored_once & is_sharded), np.where(half, recipe.working_bytes, e), 0.0)
     with_layers = stored_once & ~is_sharded & (np.asarray(recipe.recompute_frees_copies) > 0)
     copies = copies * np.where(with_layers, 1 - recomputed_share(c), 1.0)
@@ -283,6 +298,8 @@ def _moving(
     tp = np.asarray(c.tp, dtype=np.float64)
     has_dense, has_moe = share.blocks.dense_layers > 0, share.blocks.moe_layers > 0
     saved = share.blocks.dense_layers * kinds.dense + share.blocks.moe_layers * kinds.moe
+    outputs = share.blocks.dense_layers * kinds.dense_outputs + share.blocks.moe_layers * kinds.moe_outputs
+    held = _until_weights(c, share, saved, outputs * np.asarray(recipe.split_backward_gradients))
     matrix = shape.hidden * (shape.ffn_matrices - 1) * np.maximum(shape.ffn, shape.shared_ffn) / tp
     backward = np.maximum(has_dense * kinds.dense_backward, has_moe * kinds.moe_backward)
 
@@ -298,7 +315,7 @@ def _moving(
     kept = is_pipelined * recipe.keeps_stage_outputs
     sends = (is_pipelined * buffers + kept * share.in_flight) * kinds.stream
     return {
-        "activations": share.in_flight * saved + share.blocks.has_head * kinds.end,
+        "activations": held + share.blocks.has_head * kinds.end,
         "later": (share.in_flight - 1) * saved,
         "layer": np.maximum(has_dense * kinds.dense, has_moe * kinds.moe),
         "in_flight": share.in_flight,
@@ -306,6 +323,15 @@ def _moving(
         "backward": backward + recipe.weight_gradient_bytes * matrix,
         "sends": sends + share.blocks.has_head * (kept * e * positions),
     }
+
+
+def _until_weights(c: PlanColumns, share: RankShare, saved: Number, gradients: Number) -> np.ndarray:
+    """Activations of all micro-batches in flight, with the gradients that those keep whose backward pass of the weights
+    is to come (``[k, n]`` each, of one set of the rank's layers). Stages that recompute have a backward pass in one."""
+    waiting = np.where(c.recompute == NONE, share.waiting, 0.0)
+    # Later the last rank of a V has one stage less in flight, all of them waiting.
+    later = np.where((c.schedule == ZBV) & (waiting > 0) & share.is_last, share.in_flight - 1 / c.virtual_stages, 0.0)
+    return np.asarray(np.maximum(share.in_flight * saved + waiting * gradients, later * (saved + gradients)))
 
 
 def _turn(c: PlanColumns, recipe: MemoryRecipe, x: _Held) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -35,6 +35,8 @@ class MemoryRecipe:
     """Bytes per parameter of the copy that is computed with, whole below ZeRO-3."""
     shards_stored: Number
     """1 where parameters are stored once, sharded from ZeRO-1 on, and gathered in compute precision (FSDP)."""
+    whole_below_stage: Number
+    """ZeRO stage below which parameters are whole, as without ranks to shard over, whatever ``shards_stored``."""
     gradient_bytes: Number
     """Bytes per parameter of the gradients that are summed over micro-batches."""
     bf16_gradient_bytes: Number
@@ -90,6 +92,10 @@ class MemoryRecipe:
     """1 where a pipeline stage keeps its outputs (of the last stage the logits) until their backward pass."""
     pipeline_keeps_gathered: Number
     """1 where a pipeline stage keeps gathered parameters for the whole step under ZeRO-3."""
+    split_backward_keeps_gathered: Number
+    """1 where it does under schedules with a backward pass of the weights alone."""
+    split_backward_gradients: Number
+    """1 where such schedules keep, for that pass, the gradients of the outputs of products and norms."""
     recompute_frees_copies: Number
     """1 where, without sharding, copies in compute precision live with the activations of their layer."""
     stage_buffers: Number

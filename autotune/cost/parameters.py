@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost.columns import PlanColumns
-from autotune.cost.pipeline import DUALPIPEV, ZBV
+from autotune.cost.pipeline import DUALPIPEV, INTERLEAVED_ZB, ZBV
 from autotune.cost.shapes import ModelShape, Number
 
 
@@ -41,6 +41,12 @@ def kinds_of_ranks(shape: ModelShape, c: PlanColumns) -> np.ndarray:
 def is_vee(c: PlanColumns) -> np.ndarray:
     """Where stages run down the ranks and up again: the first rank has the last stage too. ``[n]`` bools."""
     return np.asarray(((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (np.asarray(c.pp) > 1))
+
+
+def splits_backward(c: PlanColumns) -> np.ndarray:
+    """Where gradients of weights have a backward pass of their own. ``[n]`` bools."""
+    apart = (c.schedule == INTERLEAVED_ZB) | (c.schedule == ZBV) | (c.schedule == DUALPIPEV)
+    return np.asarray(apart & (np.asarray(c.pp) > 1))
 
 
 def rank_blocks(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankBlocks:

@@ -257,3 +257,25 @@ def in_flight(
     stages = np.where(schedule == DUALPIPEV, 2 * p + 1, stages)
     stages = np.minimum(stages, m * v)
     return np.where(p > 1, stages / v, 1.0)
+
+
+def waiting_for_weights(
+    schedule: IntColumn,
+    pp: IntColumn,
+    virtual_stages: IntColumn,
+    num_micro_batches: IntColumn,
+    rank: IntColumn,
+) -> np.ndarray:
+    """Of the micro-batches ``in_flight``, those whose gradients of inputs are made and those of weights are not, at the
+    moment with the most of both. ``[n]``, in full sets of its layers.
+
+    Args:
+        schedule: Codes.
+        pp: Pipeline ranks.
+        virtual_stages: Stages per rank.
+        num_micro_batches: Per step.
+        rank: Pipeline rank, 0 holds the embedding.
+    """
+    stages = np.where(schedule == INTERLEAVED_ZB, rank + 1, np.where(schedule == ZBV, 1, 0))
+    stages = np.minimum(stages, num_micro_batches * virtual_stages)
+    return np.where(pp > 1, stages / virtual_stages, 0.0)

@@ -20,16 +20,19 @@ import numpy as np
 import engine
 from autotune.cost.activations import element_bytes
 from autotune.cost.columns import encode
-from autotune.cost.communication import Communication, LinkColumns, communication
+from autotune.cost.communication import Communication, LinkColumns, WireFacts, communication
+from autotune.cost.device_columns import SoftwareColumns
 from autotune.cost.memory import memory_of_ranks
 from autotune.cost.memory_recipe import recipe
 from autotune.cost.shapes import ModelShape
+from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.specs.cluster import parse_cluster
 from engine.atomic import make_folder, write_json
 from engine.config import RunConfig, dump_run
 from engine.errors import UserError
 from engine.plan import plan_table
 from engine.schema import parse
+from engine.stage_split import rank_stages, stage_rank
 from engine.traced import Axis, RankTrace
 
 MEMORY_RECIPE = "paretune_cpu"
@@ -43,7 +46,8 @@ class CrossCheck:
     """A figure of one rank by formula and by dry run."""
 
     name: str
-    """``tp``, ``dp``, ``pp``, ``cp``: bytes that the rank sends in a step; ``memory``: live bytes at its peak."""
+    """``tp``, ``dp``, ``pp``, ``cp``, ``ep``: bytes that the rank sends in a step; ``memory``: live bytes at its
+    peak."""
     formula: float
     """Bytes."""
     trace: float
@@ -110,7 +114,8 @@ def cross_check(config: RunConfig, trace: RankTrace) -> tuple[CrossCheck, ...]:
     c = encode(plan_table([(plan, batch, length)]), model.num_layers)
     shape = ModelShape.of(model)
     links = LinkColumns.of(parse_cluster(f"h100x8:{-(-plan.world_size // 8)}"))  # bytes depend on no link
-    wire = communication(shape, links, c, element_bytes=element_bytes(c), wide_key_gradients=1)
+    stack = SoftwareColumns.of(software_figures(OWN_ENGINE))
+    wire = communication(shape, links, c, element_bytes=element_bytes(c), facts=WireFacts.of(stack))
     formula = _sent_bytes(config, wire, trace.pipeline_rank)
     traced = dict.fromkeys(formula, 0.0)
     for use in trace.collectives:
@@ -128,12 +133,16 @@ def cross_check(config: RunConfig, trace: RankTrace) -> tuple[CrossCheck, ...]:
 
 
 def _sent_bytes(config: RunConfig, wire: Communication, pipeline_rank: int) -> dict[Axis, float]:
-    """Bytes that a rank of a pipeline stage sends in a step, by axis, without recomputed layers' forward passes."""
+    """Bytes that a pipeline rank sends in a step, by axis, without recomputed layers' forward passes."""
     plan, model = config.plan, config.model
     m = plan.num_micro_batches(config.hyperparameters.global_batch_size)
-    layers = plan.stage_layers(model.num_layers)[pipeline_rank]
+    stages = rank_stages(plan, pipeline_rank)
+    layers = [layer for stage in stages for layer in plan.stage_layers(model.num_layers)[stage]]
     num_moe = sum(map(model.is_moe_layer, layers))
-    is_first, is_last = pipeline_rank == 0, pipeline_rank == plan.pp - 1
+    is_first, is_last = 0 in stages, plan.num_stages - 1 in stages
+    # Forward to the stage after, backward to the one before, unless it is on this rank too.
+    beside = [near for stage in stages for near in (stage - 1, stage + 1) if 0 <= near < plan.num_stages]
+    num_sends = sum(stage_rank(plan, stage) != pipeline_rank for stage in beside)
 
     def one(name: str) -> float:
         return float(np.ravel(getattr(wire, name))[0])
@@ -146,6 +155,7 @@ def _sent_bytes(config: RunConfig, wire: Communication, pipeline_rank: int) -> d
     return {
         "tp": m * passes + one("tp_step_bytes"),
         "dp": one("dp_reduce_bytes") + one("dp_gather_bytes") + one("shard_passes") * one("shard_gather_bytes"),
-        "pp": m * one("pp_send_bytes") * ((not is_first) + (not is_last)),
+        "pp": m * one("pp_send_bytes") * num_sends + (is_first or is_last) * one("tied_reduce_bytes"),
         "cp": m * len(layers) * both("cp"),
+        "ep": m * num_moe * both("ep"),
     }

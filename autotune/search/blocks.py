@@ -24,6 +24,7 @@ from autotune.search.plan_space import (
     FIELDS,
     INNER_FIELDS,
     LAYER_SPLITS,
+    NOT_PRICED,
     OUTER_FIELDS,
     WHOLE_EXPERT_TENSOR,
     PlanSpace,
@@ -192,7 +193,7 @@ class Blocks:
 
 _BESIDE_WORK = frozenset(name for name in FIELDS if name.startswith(("recompute", "overlap_", "offload_")))
 """Fields that neither blocks nor collectives depend on."""
-_BESIDE_MEMORY = frozenset({"rank_order", "overlap_dp", "overlap_tp", "overlap_pp"})
+_BESIDE_MEMORY = frozenset({"rank_order", "cp_attention", "overlap_dp", "overlap_tp", "overlap_pp"})
 """Fields that memory does not depend on."""
 
 
@@ -220,7 +221,8 @@ class Expander:
         rules = [rule for rule in RULES if rule.scope in space.scopes]
         self._rules = [(rule, fields_read(rule, context)) for rule in rules]
         known = frozenset(f"plan.{name}" for name in (*Plan.model_fields, "dp"))
-        self._conditions = {name: parse_expression(text, known) for name, text in _CONDITIONS.items()}
+        fields = {*OUTER_FIELDS, *INNER_FIELDS}.intersection(_CONDITIONS)
+        self._conditions = {name: parse_expression(_CONDITIONS[name], known) for name in sorted(fields)}
         sizes = [len(space.values[name]) for name in INNER_FIELDS]
         grid = np.indices(sizes).reshape(len(sizes), -1)
         self.inner = {name: space.codes[name][grid[i]] for i, name in enumerate(INNER_FIELDS)}
@@ -257,7 +259,7 @@ class Expander:
         remaining = self.size(part) // max(1, len(degrees))
         counts = Counts(combinations=self.size(part))
         rules = list(self._rules)
-        bound = {*DEGREES, *self.single}
+        bound = {*DEGREES, *self.single, *NOT_PRICED}
         index, columns = self._filter(index, columns, bound, rules, counts, remaining)
         for name in OUTER_FIELDS:
             size = len(self.space.values[name])
@@ -343,8 +345,10 @@ class Expander:
         """A column as rules and conditions take it: with words and bools."""
         if name in columns:
             codes = columns[name]
-        else:
+        elif name in self.space.codes:
             codes = np.broadcast_to(self.space.codes[name], (num_rows,))
+        else:  # a setting that plans are not searched for
+            return np.broadcast_to(np.array(Plan.model_fields[name].default), (num_rows,))
         if name == "layers_per_stage":
             return np.broadcast_to(np.array(None, dtype=object), (num_rows,))  # by construction, they sum to the layers
         return as_words(name, codes)
@@ -491,8 +495,8 @@ def stage_layers(split: np.ndarray, num_layers: int, columns: Mapping[str, np.nd
 def plan_at(columns: PlanColumns, row: int, num_layers: int) -> tuple[Plan, int, int]:
     """Row ``row`` of a table as a Plan, its global batch and its sequence length."""
     values: dict[str, Any] = {}
-    for name in Plan.model_fields:
-        if name not in ("schema_version", "layers_per_stage"):
+    for name in FIELDS:
+        if name in Plan.model_fields and name != "layers_per_stage":
             values[name] = as_words(name, np.atleast_1d(getattr(columns, name)))[row].item()
     stages = values["pp"] * values["virtual_stages"]
     first, last = int(columns.first_stage_layers[row]), int(columns.last_stage_layers[row])

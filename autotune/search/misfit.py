@@ -165,5 +165,8 @@ def _sample(question: Question) -> dict[str, np.ndarray]:
         elif name != "layers_per_stage":
             columns[f"plan.{name}"] = np.array(values)[choice]
     batch, length = columns.pop("plan.global_batch_size"), columns.pop("plan.sequence_length")
-    table = {name: columns.get(f"plan.{name}", np.full(len(rows), None)) for name in Plan.model_fields}
+    table = {
+        name: columns.get(f"plan.{name}", np.full(len(rows), Plan.model_fields[name].default))
+        for name in Plan.model_fields
+    }
     return {**table, "global_batch_size": batch, "sequence_length": length}

@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,8 @@ DEGREES = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
 """Their product is the number of devices used."""
 OUTER_FIELDS = (
     "schedule", "virtual_stages", "layers_per_stage", "ep", "etp", "sequence_length", "global_batch_size",
-    "micro_batch_size", "precision", "gradient_compression", "rank_order", "recompute", "recompute_period",
+    "micro_batch_size", "precision", "gradient_compression", "rank_order", "cp_attention", "recompute",
+    "recompute_period",
 )  # fmt: skip
 """Fields that a block of the search fixes, with the degrees."""
 PIPELINE_FIELDS = frozenset({"pp", "schedule", "virtual_stages"})
@@ -35,6 +36,14 @@ INNER_FIELDS = (
 """Fields that vary inside a block."""
 FIELDS = (*DEGREES, *OUTER_FIELDS, *INNER_FIELDS)
 """Every axis, in the order in which combinations are numbered."""
+NOT_PRICED = {
+    "expert_capacity_factor": "nothing is dropped",
+    "expert_replicas": "each expert has one copy",
+    "expert_placement_steps": "experts stay where they are",
+    "all_reduce": "the backend sums",
+}
+"""Fields of Plan that no estimate depends on, so that nothing can be said of their values -> what holds in every plan
+that is searched."""
 DERIVED_PINS = ("devices", "dp")
 """What may be pinned besides: devices used, and the whole data-parallel degree."""
 
@@ -166,6 +175,8 @@ def plan_space(
     values = _default_values(model, cluster, [int(c) for c in counts], global_batch_sizes, sequence_lengths)
     if stack is not None:
         values |= _pipelines_of(stack, values["schedule"], is_pinned=not PIPELINE_FIELDS.isdisjoint(given))
+        values["cp_attention"] = stack.cp_attention
+        _check_cp_attention(stack, given)
     values |= given
     even = stack is not None and _needs_even_stages(stack, model) and "layers_per_stage" not in given
     whole = stack is not None and "engine" not in scopes and given.keys().isdisjoint({"recompute", "recompute_period"})
@@ -196,6 +207,7 @@ def _default_values(
         "precision": (_precision(cluster),),
         "gradient_compression": ("none",),
         "rank_order": words_of("rank_order"),
+        "cp_attention": ("ring",),
         "zero_stage": (1, 2, 3),
         "sequence_parallel": (False, True),
         "vocab_parallel": (True,),
@@ -218,6 +230,16 @@ def _pipelines_of(stack: SoftwareFigures, schedules: Sequence[Value], is_pinned:
     if run or is_pinned:
         return {"schedule": run or ("1f1b",)}
     return {"pp": (1,), "schedule": ("1f1b",), "virtual_stages": (1,)}
+
+
+def _check_cp_attention(stack: SoftwareFigures, given: Mapping[str, tuple[Value, ...]]) -> None:
+    """Refuse what a stack's context ranks can't be told."""
+    lacking = [value for value in given.get("cp_attention", ()) if value not in stack.cp_attention]
+    if lacking:
+        raise UserError(
+            f"cp_attention={lacking[0]} is pinned, {stack.title} has {' and '.join(stack.cp_attention)}",
+            hint="leave it unpinned, or take another --software or --engine",
+        )
 
 
 def _needs_even_stages(stack: SoftwareFigures, model: ModelSpec) -> bool:
@@ -258,6 +280,7 @@ def _read_pins(pins: Sequence[str]) -> dict[str, tuple[Value, ...]]:
             raise UserError(
                 f"a pin is field=value, got {pin!r}", hint="examples: tp=8, recompute=none,full, micro_batch_size=1"
             )
+        check_is_priced(name)
         if name not in (*FIELDS, *DERIVED_PINS):
             raise UserError(f"{name!r} is no field of a plan", hint=_nearest_field(name))
         if name in read:
@@ -294,6 +317,19 @@ def check_pipeline_pins(space: PlanSpace) -> None:
         raise UserError(
             f"the pins {pinned} contradict each other: {told}",
             hint=f"pin virtual_stages={_stages_words(schedules[0])}, or schedule={' or '.join(others)}",
+        )
+
+
+def check_is_priced(name: str) -> None:
+    """Refuse a pin of what estimates do not depend on.
+
+    Raises:
+        UserError: It is such a field.
+    """
+    if name in NOT_PRICED:
+        raise UserError(
+            f"{name} can't be pinned: no estimate depends on it ({NOT_PRICED[name]})",
+            hint="search it by real runs: 'autotune sweep' with it under space.plan",
         )
 
 

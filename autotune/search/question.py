@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from autotune.cost.software import OWN_ENGINE, software_figures
 from autotune.search.plan_objectives import PlanObjective, Prices, check_objectives
-from autotune.search.plan_space import DERIVED_PINS, FIELDS, PlanSpace, Value, check_pipeline_pins, plan_space
+from autotune.search.plan_space import (
+    DERIVED_PINS,
+    FIELDS,
+    PlanSpace,
+    Value,
+    check_is_priced,
+    check_pipeline_pins,
+    plan_space,
+)
 from autotune.specs.cluster import ClusterSpec
 from engine.config import load_run
 from engine.errors import UserError
@@ -252,6 +260,7 @@ def read_pins(texts: Sequence[str]) -> list[str]:
             name = PIN_ALIASES.get(name.strip(), name.strip())
             if name in GIVEN_ELSEWHERE:
                 raise UserError(f"{name} has an option of its own", hint=f"use {GIVEN_ELSEWHERE[name]} {value}")
+            check_is_priced(name)
             if name not in (*FIELDS, *DERIVED_PINS):
                 known = (*FIELDS, *DERIVED_PINS, *PIN_ALIASES)
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

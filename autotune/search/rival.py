@@ -9,6 +9,7 @@ from autotune.cost.estimate import estimate
 from autotune.search.answer import Rival
 from autotune.search.compare import compare
 from autotune.search.estimated import EstimatedPlan, describe_estimates
+from autotune.search.plan_space import NOT_PRICED
 from autotune.search.question import Question
 from engine.plan import Plan, plan_table
 from engine.rule import RuleContext
@@ -51,6 +52,9 @@ def judge(question: Question, rival: RivalPlan, best: EstimatedPlan | None) -> R
         notes.append(f"its run has a batch of {rival.global_batch_size} sequences; it is estimated with {batch}")
     if not broken and plan.world_size < question.cluster.num_devices:
         notes.append(f"it uses {plan.world_size} of {question.cluster.num_devices} devices")
+    ignored = [name for name in NOT_PRICED if getattr(plan, name) != Plan.model_fields[name].default]
+    if ignored:
+        notes.append(f"no estimate depends on its {' and '.join(ignored)}")
     if broken:
         return Rival(rival.source, plan, None, None, tuple(messages), tuple(notes))
     columns = encode(table, question.model.num_layers)

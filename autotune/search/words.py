@@ -71,6 +71,7 @@ CHOICE_NAMES = {
     "precision": "precision",
     "gradient_compression": "gradient compression",
     "rank_order": "rank order",
+    "cp_attention": "keys over context ranks",
     "devices": "devices",
 }
 """Field of Plan -> words."""
@@ -83,6 +84,7 @@ _SCHEDULES = {
     "zbv": "ZBV",
     "dualpipev": "DualPipeV",
 }
+_KEY_EXCHANGES = {"ring": "ring attention", "all_gather": "keys gathered"}
 _RECOMPUTE = {"none": "no recompute", "full": "full recompute", "selective": "selective recompute"}
 
 
@@ -133,6 +135,13 @@ def settings(plan: Plan) -> dict[str, str]:
     for part in ("parameters", "optimizer", "activations"):
         ratio = getattr(plan, f"offload_{part}_ratio")
         told[f"offload_{part}_ratio"] = f"{ratio:.0%} of {part} offloaded" if ratio else ""
+    if plan.cp > 1:
+        told["cp_attention"] = _KEY_EXCHANGES[plan.cp_attention]
+    told["expert_capacity_factor"] = f"capacity {plan.expert_capacity_factor:g}" if plan.expert_capacity_factor else ""
+    told["expert_replicas"] = f"{plan.expert_replicas} copies of experts" if plan.expert_replicas else ""
+    steps = plan.expert_placement_steps
+    told["expert_placement_steps"] = f"experts placed every {steps} steps" if steps else ""
+    told["all_reduce"] = "routed all-reduce" if plan.all_reduce == "topology" else ""
     told["overlap_dp"] = "dp not overlapped" if plan.dp * plan.cp > 1 and not plan.overlap_dp else ""
     told["overlap_pp"] = "pp not overlapped" if plan.pp > 1 and not plan.overlap_pp else ""
     compression = plan.gradient_compression

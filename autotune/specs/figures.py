@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from engine.collective_cost import Link
-from engine.plan import Schedule
+from engine.plan import KeyExchange, Schedule
 from engine.schema import Schema
 from engine.spec import Count, NonNegative, Positive
 
@@ -183,18 +183,38 @@ class SoftwareFigures(Schema):
     narrow_gradients: bool = False
     """Whether gradients are reduced over data-parallel ranks in the compute dtype, not in fp32."""
     regathers: bool = False
-    """Whether a split sequence is gathered again in the backward pass instead of kept, with nothing to hide it."""
+    """Whether a split sequence is gathered again in the backward pass instead of kept, with nothing to hide it
+    (Megatron-LM)."""
     shares_sends: bool = False
-    """Whether tensor ranks each send a share of the activations to the next stage, which gathers them there."""
+    """Whether tensor ranks each send a share of the activations to the next stage, which gathers them there
+    (Megatron-LM of 2021, Narayanan et al. section 4.1; DeepSpeed)."""
     sums_from_second: bool = False
     """Whether the first micro-batch's gradients become the sum that later ones are added to, in place of being added to
     zeros; under ZeRO-3 without a pipeline each rank then adds its shard alone."""
     sends_once: bool = False
-    """Whether a token goes once to a node however many of its experts are there (DeepEP)."""
-    gathers_keys: bool = False
-    """Whether context ranks gather all keys and values at once instead of passing them around a ring."""
+    """Whether a token goes once to a node however many of its experts are there, at most to as many nodes as its
+    routing allows (DeepEP); else a copy for each expert."""
+    cp_attention: Annotated[tuple[KeyExchange, ...], Field(strict=False)] = ("ring",)
+    """How context ranks come by each other's keys and values: passed around a ring beside the attention, gathered all
+    at once, or as the plan says. The planner searches these."""
     wide_key_gradients: bool = False
-    """Whether gradients of keys and values are summed over context ranks in fp32, not in the compute dtype."""
+    """Whether gradients of keys and values are summed over context ranks in at least fp32, not in the compute dtype."""
+    sums_whole_gradients: bool = False
+    """Whether ZeRO-1 shards the states alone: gradients are summed whole on every rank, and the updated parameters are
+    gathered in the width they are stored in. Else gradients are reduced into shards, and parameters gathered in the
+    compute dtype."""
+    sums_replicas_once: bool = False
+    """Whether replicas of shards sum their gradients once a step, also where each micro-batch's are reduced into
+    shards."""
+    dispatches_whole: bool = False
+    """Whether tensor ranks that hold slices of the same experts each dispatch all tokens of the group, instead of a
+    share of them that they gather from each other where it arrives."""
+    sums_tied_shards: bool = False
+    """Whether the ends of a pipeline sum the shards that ZeRO-2 and 3 leave of a tied embedding's gradient, not all of
+    it."""
+    split_backward_keeps_gathered: bool = False
+    """Whether ZeRO-3 keeps parameters gathered for the whole step under schedules with a backward pass of the weights
+    alone."""
     memory_recipe: str = "megatron"
     """Which copies it keeps in memory: a name in ``autotune/cost/memory.yaml``."""
     interval_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -202,6 +222,11 @@ class SoftwareFigures(Schema):
     device's."""
     source: str = ""
     """What it describes: the release, repository or paper that its facts and the runs behind its factors are from."""
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether keys and values are gathered whatever the plan says."""
+        return self.cp_attention == ("all_gather",)
 
 
 class MeasuredFigures(Schema):

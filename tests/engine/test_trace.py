@@ -26,8 +26,18 @@ MODEL: dict[str, Any] = {
     "vocab_size": 512, "max_positions": LENGTH,
 }  # fmt: skip
 MOE = MODEL | {"moe": {"num_experts": 4, "experts_per_token": 2, "ffn_size": 64}}
+SHARED = MODEL | {"moe": MOE["moe"] | {"shared_ffn_size": 64}}
 FOUR = MODEL | {"num_layers": 4}
+GROUPED = MODEL | {"num_kv_heads": 2, "sliding_window": 32}
+LATENT = MODEL | {
+    "latent_attention": {
+        "query_rank": 24, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 8, "value_head_dim": 16
+    }
+}  # fmt: skip
+TIED = MODEL | {"tied_embeddings": True}
 SP = {"tp": 2, "sequence_parallel": True}
+VPP = {"pp": 2, "virtual_stages": 2}
+BF16 = {"precision": "bf16"}
 
 
 def run_of(model: dict[str, Any], plan: dict[str, Any], num_micro_batches: int) -> RunConfig:
@@ -49,10 +59,29 @@ CASES: dict[str, tuple[RunConfig, int]] = {
     "one rank": (run_of(MODEL, {}, 2), 0),
     "zero 3": (run_of(MODEL, {"dp_shard": 2, "precision": "bf16"}, 2), 1),
     "zero 2": (run_of(MODEL, {"dp_shard": 8, "zero_stage": 2, "precision": "bf16"}, 2), 0),
+    "replicas": (run_of(MODEL, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 0, **BF16}, 2), 1),
+    "zero 1": (run_of(MODEL, {"dp_shard": 2, "zero_stage": 1, **BF16}, 2), 1),
+    "hybrid": (run_of(MODEL, {"dp_replicate": 2, "dp_shard": 4, **BF16}, 2), 1),
     "sp": (run_of(MODEL, SP, 2), 0),
+    "sp, zero 3": (run_of(MODEL, {"dp_shard": 2, **SP, **BF16}, 2), 0),
+    "tp, whole vocabulary": (run_of(MODEL, {"tp": 2, "vocab_parallel": False}, 2), 0),
+    "shared key heads": (run_of(GROUPED, {"tp": 4, "sequence_parallel": True}, 2), 0),
+    "latent attention": (run_of(LATENT, SP, 2), 0),
     "experts": (run_of(MOE, {"etp": 2, **SP}, 2), 0),
+    "experts apart": (run_of(SHARED, {"dp_shard": 4, "ep": 2, **BF16}, 2), 1),
+    "experts apart, zero 1": (run_of(SHARED, {"dp_shard": 4, "ep": 4, "zero_stage": 1, **BF16}, 2), 1),
+    "experts apart, tp": (run_of(SHARED, {"tp": 2, "dp_shard": 2, "ep": 4}, 2), 1),
+    "experts apart, sp": (run_of(SHARED, {"dp_shard": 2, "ep": 2, **SP}, 2), 1),
+    "slices of experts apart": (run_of(SHARED, {"dp_shard": 2, "etp": 2, "ep": 2, **SP}, 2), 1),
     "first stage": (run_of(FOUR, {"pp": 4}, 5), 0),
     "last stage": (run_of(FOUR, {"pp": 4}, 5), 3),
+    "interleaved": (run_of(FOUR, {"schedule": "interleaved_1f1b", **VPP}, 4), 1),
+    "zero bubble": (run_of(FOUR, {"schedule": "interleaved_zero_bubble", "dp_shard": 2, **VPP, **BF16}, 4), 0),
+    "zbv, last rank": (run_of(FOUR, {"schedule": "zbv", **VPP}, 4), 1),
+    "zbv, zero 2": (run_of(FOUR, {"schedule": "zbv", "dp_shard": 2, "zero_stage": 2, **VPP, **BF16}, 4), 0),
+    "dualpipev": (run_of(FOUR, {"schedule": "dualpipev", **VPP}, 6), 0),
+    "tied ends, zero 2": (run_of(TIED, {"pp": 2, "dp_shard": 2, "zero_stage": 2}, 4), 0),
+    "pipeline, zero 3": (run_of(FOUR, {"pp": 2, "dp_shard": 2, **BF16}, 4), 1),
     "many micro-batches": (run_of(MODEL, {"pp": 2}, 40), 0),
     "ring": (run_of(MODEL, {"cp": 2, "precision": "bf16"}, 2), 1),
     "gathered keys": (run_of(FOUR, {"cp": 4, "pp": 2, "zero_stage": 2, "cp_attention": "all_gather", **SP}, 4), 15),
@@ -114,9 +143,9 @@ def test_bytes_are_the_formulas(name: str, traces: dict[str, RankTrace]) -> None
     most parameters."""
     checks = checks_of(name, traces)
     plan = CASES[name][0].plan
-    degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "dp": plan.dp * plan.cp}
+    degrees = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp * plan.cp}
     assert degrees.keys() & checks.keys() == {axis for axis, degree in degrees.items() if degree > 1}
-    for axis, tolerance in (("tp", 2e-4), ("pp", 0.0), ("cp", 0.0), ("dp", 2e-3)):
+    for axis, tolerance in (("tp", 3e-4), ("pp", 2e-4), ("cp", 0.0), ("ep", 2e-4), ("dp", 2e-3)):
         if axis in checks:
             assert checks[axis].formula == pytest.approx(checks[axis].trace, rel=tolerance)
 

@@ -272,7 +272,7 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
     assert data["software"] == "paretune"
     for plan in data["plans"]:
         assert plan["plan"]["recompute"] != "selective"
-        assert plan["plan"]["schedule"] == "1f1b"
+        assert not plan["plan"]["overlap_tp"]
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,8 @@ def test_only_what_the_engine_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--cluster", "h10x8"], "unknown device 'h10'", "h100"),
         (["--pin", "tq=2"], "no choice 'tq'", "did you mean tp?"),
         (["--pin", "tp"], "NAME=VALUE", "--pin tp=8"),
+        (["--pin", "expert_replicas=2"], "no estimate depends on it", "autotune sweep"),
+        (["--pin", "cp_attention=all_gather"], "cp_attention=all_gather is pinned", "--engine"),
         (["--pin", "recompute=fulll"], "recompute can't be 'fulll'", "full"),
         (["--pin", "tp=3"], "tp 3 does not divide the devices (8)", "allowed are 1, 2, 4, 8"),
         (["--pin", "pp=8,tp=2"], "is the number of devices (8)", "unpin a degree"),

@@ -1,19 +1,18 @@
-"""What plans send: bytes equal to those the engine's collectives move, layouts by rank order, and the laws of time."""
+"""What plans send: bytes in closed form, layouts by rank order, and the laws of time.
+
+That the bytes are those of the engine's collectives: tests/engine/test_trace.py.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autotune.cost.columns import PlanColumns, encode
-from autotune.cost.communication import BUCKET_ELEMENTS, Communication, LinkColumns, communication
+from autotune.cost.communication import BUCKET_ELEMENTS, Communication, LinkColumns, WireFacts, communication
 from autotune.cost.distinct import Columns
 from autotune.cost.rank_groups import Groups
 from autotune.cost.shapes import ModelShape
@@ -29,6 +28,7 @@ H100 = parse_cluster("h100x8:128")
 DENSE = ModelSpec(
     num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256
 )
+WIRE_FACTS = {field.name for field in fields(WireFacts)}
 EXPERTS: dict[str, Any] = {"num_experts": 64, "experts_per_token": 4, "ffn_size": 1536}
 MOE = DENSE.changed(moe=EXPERTS)
 
@@ -48,86 +48,10 @@ def sent(
 ) -> Communication:
     c = columns(*plans, model=model, batch=batch, length=length)
     elements = np.where(c.precision == columns({"precision": "fp32"}).precision[0], 4, 2)
-    options = {"element_bytes": elements, **options}
-    return communication(ModelShape.of(model), LinkColumns.of(cluster), c, **options)
-
-
-# ------------------------------------------------------------------------------------- bytes, as the engine sends them
-
-TINY: dict[str, Any] = {
-    "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48,
-    "vocab_size": 64,
-}  # fmt: skip
-TINY_MOE = TINY | {"moe": {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}}
-BATCH, LENGTH = 12, 16
-# Without data-parallel ranks nothing rounds the embedding's weights, so that its output would travel in fp32.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tp": (TINY, {"tp": 2, "precision": "fp32"}),
-    "tp without vocabulary split": (TINY, {"tp": 2, "precision": "fp32", "vocab_parallel": False}),
-    "sp": (TINY, {"tp": 2, "precision": "fp32", "sequence_parallel": True}),
-    "sp without vocabulary split": (
-        TINY, {"tp": 2, "precision": "fp32", "sequence_parallel": True, "vocab_parallel": False}
-    ),
-    "experts": (TINY_MOE, {"tp": 2, "etp": 2, "precision": "fp32"}),
-    "experts, sp": (TINY_MOE, {"tp": 2, "etp": 2, "precision": "fp32", "sequence_parallel": True}),
-    "zero 3": (TINY, {"dp_shard": 2, "precision": "bf16", "zero_stage": 3}),
-    "zero 2": (TINY, {"dp_shard": 2, "precision": "bf16", "zero_stage": 2}),
-    "zero 3, experts": (TINY_MOE, {"dp_shard": 2, "precision": "bf16", "zero_stage": 3}),
-    "zero 3, tp": (TINY, {"dp_shard": 2, "tp": 2, "precision": "bf16", "sequence_parallel": True}),
-    "zero 2, tp": (TINY, {"dp_shard": 2, "tp": 2, "precision": "bf16", "zero_stage": 2}),
-    "zero 2, sp": (TINY, {"dp_shard": 2, "tp": 2, "precision": "bf16", "zero_stage": 2, "sequence_parallel": True}),
-    "pipeline": (TINY, {"pp": 3, "dp_shard": 2, "precision": "bf16", "zero_stage": 3, "micro_batch_size": 1}),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Bytes by axis and operation that rank 0 of the engine sends in a step, for each case."""
-    path = tmp_path_factory.mktemp("traffic") / "cases.json"
-    cases = [
-        {
-            "model": model,
-            "plan": {"micro_batch_size": 2} | plan,
-            "global_batch_size": BATCH,
-            "sequence_length": LENGTH,
-        }
-        for model, plan in CASES.values()
-    ]
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    script = Path(__file__).with_name("engine_traffic.py")
-    done = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_are_those_of_the_engine(case: str, counted: dict[str, dict[str, int]]) -> None:
-    model, plan = ModelSpec(**CASES[case][0]), {"micro_batch_size": 2} | CASES[case][1]
-    found = counted[case]
-    result = sent(plan, model=model, batch=BATCH, length=LENGTH)
-    micro_batches = Plan(**plan).num_micro_batches(BATCH)
-    if "tp" in case or "sp" in case or plan.get("tp", 1) > 1:
-        kind = "tp_moe" if model.moe else "tp"
-        layers = model.num_layers * (
-            getattr(result, f"{kind}_forward_bytes") + getattr(result, f"{kind}_backward_bytes")
-        )
-        vocabulary = sum(
-            getattr(result, f"vocab_{s}_{d}_bytes") for s in ("first", "last") for d in ("forward", "backward")
-        )
-        ours = micro_batches * (layers + vocabulary) + result.tp_step_bytes
-        assert ours == sum(number for key, number in found.items() if key.startswith("tp "))
-    if plan.get("dp_shard", 1) > 1:
-        # The estimate is of the fullest stage, the last one, whose head has a norm that the embedding lacks.
-        norm = model.hidden_size * 4 * 0.5 if plan.get("pp", 1) > 1 else 0
-        assert result.dp_reduce_bytes - norm == found["dp scatter"]
-    if plan.get("dp_shard", 1) > 1 and plan.get("pp", 1) == 1:
-        gathered = result.dp_gather_bytes + result.shard_passes * result.shard_gather_bytes
-        # Torch prefetches the head once more in the last backward pass.
-        head = (model.vocab_size // plan.get("tp", 1) + 1) * model.hidden_size * 2 * 0.5
-        assert gathered + head == found["dp gather"]
-    if plan.get("pp", 1) > 1:
-        assert micro_batches * result.pp_send_bytes == found["pp send"]
-        assert result.shard_passes * (result.shard_gather_bytes - norm / 2) == found["dp gather"]
+    facts = WireFacts(**{name: options.pop(name) for name in list(options) if name in WIRE_FACTS})
+    return communication(
+        ModelShape.of(model), LinkColumns.of(cluster), c, facts=facts, **{"element_bytes": elements, **options}
+    )
 
 
 # ------------------------------------------------------------------------------------------------- bytes in closed form
