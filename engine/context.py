@@ -25,6 +25,10 @@ T = TypeVar("T")
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
+OWN_GROUP = ("cp", "ep")
+"""Axes whose group no other axis shares: what attention and experts wait for must not queue behind parameters that are
+gathered ahead of time, nor behind gradients."""
+
 
 @dataclass
 class ParallelContext:
@@ -271,20 +275,19 @@ def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:
 
 
 def _groups(plan: Plan, time_limit: timedelta, has_experts: bool) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis. Axes with the same members share a group, but for ``cp``: what attention waits
-    for must not queue behind parameters and gradients.
+    """This rank's group along each axis. Axes with the same members share a group, but for those in ``OWN_GROUP``.
 
     Each rank makes the groups that it belongs to and no others, since there are thousands of them in a large world; the
     groups that torch would make for a mesh know no time limit but its default.
     """
-    made: dict[bytes, dist.ProcessGroup] = {}
+    made: dict[tuple[str, int, bytes], dist.ProcessGroup] = {}
     groups = {}
     for axis, members in axis_groups(plan, has_experts=has_experts).items():
         mine = members[(members == dist.get_rank()).any(axis=1)]
-        alone = axis == "cp"
-        key = bytes([alone]) + members.shape[1].to_bytes(4, "little") + members.tobytes()
+        own = axis in OWN_GROUP
+        key = (axis if own else "", members.shape[1], members.tobytes())
         if key not in made:
-            if not alone and members.shape[1] == plan.world_size:
+            if not own and members.shape[1] == plan.world_size:
                 assert dist.group.WORLD is not None, "a plan of several ranks has a process group"
                 made[key] = dist.group.WORLD
             else:

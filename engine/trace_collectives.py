@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from engine.context import ParallelContext
+from engine.context import OWN_GROUP, ParallelContext
 from engine.torch_private import TorchDispatchMode, collective_group
 from engine.traced import CollectiveUse
 
@@ -30,7 +30,7 @@ _AXES = {
     "tp": "tp", "pp": "pp", "fsdp": "dp", "dp_replicate": "dp", "data": "dp", "efsdp": "dp", "edp_replicate": "dp",
     "expert_data": "dp",
 }  # fmt: skip
-"""Axis of the context -> the plan's axis that it is counted under; beside them, cp, and ep for all-to-alls."""
+"""Axis of the context -> the plan's axis that it is counted under; beside them those with a group of their own."""
 
 
 Key = tuple[str, str, int]
@@ -50,8 +50,8 @@ class CollectiveCounter(TorchDispatchMode):
         self._axes = {
             _members(context.group(axis)): name for axis, name in reversed(_AXES.items()) if context.has_axis(axis)
         }
-        # Attention of split sequences has a group of its own, which may be of the same ranks as one of those.
-        self._cp = context.group("cp").group_name if context.has_axis("cp") else ""
+        # These may be of the same ranks as one of those.
+        self._own = {context.group(axis).group_name: axis for axis in OWN_GROUP if context.has_axis(axis)}
         self._counts: dict[Key, list[int]] = {}
 
     def __torch_dispatch__(
@@ -65,8 +65,8 @@ class CollectiveCounter(TorchDispatchMode):
             # The whole is an input of a scatter and the output of a gather.
             whole = max(sum(map(_num_bytes, tensors_in(value))) for value in (*args, result))
             operation = _operation(function)
-            axis = "cp" if group.group_name == self._cp else self._axes.get(_members(group), "world")
-            key = ("ep" if operation == "all_to_all" else axis, operation, group.size())
+            axis = self._own.get(group.group_name) or self._axes.get(_members(group), "world")
+            key = (axis, operation, group.size())
             count = self._counts.setdefault(key, [0, 0])
             count[0] += 1
             count[1] += whole
