@@ -28,9 +28,12 @@ from engine.errors import UserError
 from engine.loss_guard import LossHistory
 from engine.plan import Plan
 from engine.schema import Schema
+from engine.spec import Hyperparameters, ModelSpec
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
+_LATER = ("previous_load", "load_forecast", "load_forecast.num_steps")
+"""Ends of names of tensors that older checkpoints lack: loads of experts, which are zero before the first step."""
 
 
 class Manifest(Schema):
@@ -82,7 +85,7 @@ class Checkpoint:
 def identity_of(config: RunConfig, corpus_hash: str) -> dict[str, Any]:
     """What makes two runs one: everything that changes the result, and nothing else (so no plan, folder or name)."""
     return {
-        "model": config.model.model_dump(mode="json", exclude={"schema_version", "name", "family"}),
+        "model": _architecture(config.model),
         "hyperparameters": config.hyperparameters.to_data(),
         "sequence_length": config.workload.sequence_length,
         "total_tokens": config.workload.total_tokens,
@@ -91,13 +94,27 @@ def identity_of(config: RunConfig, corpus_hash: str) -> dict[str, Any]:
     }
 
 
+def _architecture(model: ModelSpec) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude={"schema_version", "name", "family"})
+
+
+def _completed(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity as it would be written now: fields that came later have their defaults, which do what was done
+    without them."""
+    try:
+        model, hyper = ModelSpec(**identity["model"]), Hyperparameters(**identity["hyperparameters"])
+    except (KeyError, TypeError, ValidationError):
+        return identity
+    return identity | {"model": _architecture(model), "hyperparameters": hyper.to_data()}
+
+
 def check_identity(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     """Refuse to continue one run from another's checkpoint.
 
     Raises:
         UserError: With every value that differs.
     """
-    found = differences(checkpoint.manifest.identity, identity)
+    found = differences(_completed(checkpoint.manifest.identity), identity)
     if found:
         raise UserError(
             f"{checkpoint.path} belongs to another run: {'; '.join(found)}",
@@ -131,9 +148,39 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_tensors(checkpoint: Checkpoint, state: dict[str, Any], context: ParallelContext) -> None:
-    """Fill the tensors of ``state`` in place with this rank's part of the checkpoint's. Called on all ranks."""
+    """Fill the tensors of ``state`` in place with this rank's part of the checkpoint's. Called on all ranks.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: Tensors by section and name.
+        context: The ranks that load together.
+
+    Raises:
+        UserError: On all ranks, when the checkpoint lacks tensors that it had from the beginning of this format.
+    """
+    reader = FileSystemReader(checkpoint.path)
+    lacking = context.together(lambda: _lacking(reader, checkpoint.path, state))
+    for section, name in lacking:
+        state[section][name].zero_()
+    there = {
+        section: {name: tensor for name, tensor in tensors.items() if (section, name) not in lacking}
+        for section, tensors in state.items()
+    }
     with _quiet_alone():
-        load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=context.world_size == 1)
+        load(there, storage_reader=reader, no_dist=context.world_size == 1)
+
+
+def _lacking(reader: FileSystemReader, path: Path, state: dict[str, Any]) -> set[tuple[str, str]]:
+    """Sections and names of tensors that a checkpoint lacks because it was written before there were any."""
+    held = reader.read_metadata().state_dict_metadata
+    lacking = {(section, name) for section in state for name in state[section] if f"{section}.{name}" not in held}
+    strange = sorted(name for _, name in lacking if not name.endswith(_LATER))
+    if strange:
+        raise UserError(
+            f"{path} lacks {len(strange)} tensors of this model, the first is {strange[0]}",
+            hint="go on with the version that wrote it, or train in a new folder",
+        )
+    return lacking
 
 
 @contextmanager
