@@ -1,4 +1,4 @@
-"""Every symbol of torch that is not public, in one place. Written for torch 2.13; tests import each."""
+"""Every symbol of torch that is not public, in one place, each with what becomes of the engine without it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "PRIVATE",
     "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
@@ -33,6 +34,35 @@ __all__ = [
 ]
 """``StridedShard``: what fully_shard makes of a dimension that tensor parallelism splits already. A rank's part is a
 slice of the tensor-parallel slice, though its mesh axis stands before."""
+
+_DRY_RUN = "engine.trace and the tests that count collectives stop working; plans train as before"
+_CPU_MEMORY = "peak memory of CPU runs is the process's high-water mark alone (set runtime.measure_memory to false)"
+_CHECKPOINT = "checkpoints are right only where tensor parallelism and sharding divide a dimension evenly"
+_CPU_ATTENTION = "attention in tiles takes its unfused path, which CUDA takes, too: slower on a CPU, the same numbers"
+_SPLIT_BACKWARD = "schedules that split the backward pass need zero_stage 0 or 1"
+
+PRIVATE = {
+    "torch._subclasses.fake_tensor:FakeTensor.fake_device": _DRY_RUN,
+    "torch._subclasses.fake_tensor:FakeTensorMode": _DRY_RUN,
+    "torch.distributed._tools.fake_collectives:CollectiveOp.get_process_group": _DRY_RUN,
+    "torch.distributed._tools.fake_collectives:collective_ops": _DRY_RUN,
+    "torch.distributed._tools.fake_collectives:sync_ops": _DRY_RUN,
+    "torch.distributed.pipelining._utils:InferenceMode.STATIC": _DRY_RUN,
+    "torch.distributed.pipelining.schedules:_PipelineSchedule._warmup_p2p": _DRY_RUN,
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": _DRY_RUN,
+    "torch.utils._python_dispatch:_disable_current_modes": _DRY_RUN,
+    "torch.utils._python_dispatch:TorchDispatchMode": _CPU_MEMORY,
+    "torch.distributed.tensor.placement_types:_StridedShard": "tensor parallelism needs zero_stage 0",
+    "torch.distributed.checkpoint.metadata:ChunkStorageMetadata": _CHECKPOINT,
+    "torch.distributed.checkpoint.planner:TensorWriteData": _CHECKPOINT,
+    "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu": _CPU_ATTENTION,
+    "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu_backward": _CPU_ATTENTION,
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": _SPLIT_BACKWARD,
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.accumulate_unsharded_grad_if_needed": _SPLIT_BACKWARD,
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed": _SPLIT_BACKWARD,
+}
+"""``module:name`` of everything used here that torch does not promise to keep, and what to do where it is gone. All are
+there in torch 2.13, the oldest version that is allowed and the newest that was tried."""
 
 
 def collective_group(function: Any, args: tuple[Any, ...]) -> ProcessGroup | None:
