@@ -1,4 +1,4 @@
-"""One rank of the tests of ``engine.comm``: ``python -m tests.engine.comm.worker FOLDER``, started by ``launch.py``.
+"""One rank of the tests of ``engine.comm``, started by ``tests/engine/parallel/launch.py``.
 
 Every rank writes what it found into ``FOLDER/<rank>.pt``.
 """
@@ -6,7 +6,6 @@ Every rank writes what it found into ``FOLDER/<rank>.pt``.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,3 @@ def main(folder: Path) -> None:
     torch.save(found, folder / f"{context.rank}.pt")
     context.barrier()
     context.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

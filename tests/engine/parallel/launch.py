@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,21 +36,18 @@ def run_cases(cases: list[Case], world_size: int, folder: Path, worker: str = "t
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world_size):
-        environment = os.environ | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        with (folder / f"world{world_size}-rank{rank}.log").open("w") as log:
-            command = [sys.executable, "-m", worker, str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.engine.parallel.ranks", worker, str(folder), str(world_size)]
+    with (folder / f"world{world_size}.log").open("w") as log:
+        ranks = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     try:
-        for process in processes:
-            process.wait(timeout=240)
+        ranks.wait(timeout=240)
     finally:
-        for process in processes:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
 
 
 def result(case: Case, folder: Path) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """One rank of the parallel tests: runs a list of cases in one process group and writes what rank 0 gathered.
 
-Usage: ``python -m tests.engine.parallel.worker FOLDER``, started by ``launch.py``. ``FOLDER/cases.json`` lists cases;
-the result of each becomes ``FOLDER/<name>.pt``. The first that raises ends the process, with its traceback in
-``FOLDER/<name>.rank<r>.txt``.
+Started by ``launch.py``, as ``ranks.py`` says. ``FOLDER/cases.json`` lists cases; the result of each becomes
+``FOLDER/<name>.pt``. The first that raises ends the process, with its traceback in ``FOLDER/<name>.rank<r>.txt``.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -56,8 +53,3 @@ def main(folder: Path) -> None:
             (folder / f"{case['name']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             raise
     dist.barrier()
-    os._exit(0)  # taking down many groups, gloo's threads sometimes abort
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
