@@ -15,36 +15,26 @@ from engine.comm.routing import RoutedSums
 from engine.config import RunConfig
 from engine.context import ParallelContext
 from engine.errors import UserError
-from engine.memory.recompute import apply_recompute
-from engine.models.decoder import Decoder, initial_value
-from engine.models.loss import IGNORED, summed_loss
+from engine.models.decoder import Decoder
+from engine.models.loss import IGNORED
 from engine.moe.balance import ExpertBalance
-from engine.moe.placer import ExpertPlacer, apply_placement
+from engine.moe.placer import ExpertPlacer
 from engine.optim.build import build_optimizer
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
 from engine.optim.sharded import OptimizerShards
-from engine.parallel.context_parallel import apply_context_parallel, split_sequences
-from engine.parallel.data import apply_data_parallel, end_evaluation
-from engine.parallel.experts import apply_experts, mixtures_of, splits_tokens
-from engine.parallel.pipeline import PipelineRunner, gather_to_main
+from engine.parallel.context_parallel import split_sequences
+from engine.parallel.data import end_evaluation
+from engine.parallel.experts import mixtures_of, splits_tokens
 from engine.parallel.replicated import GradientReducer, native_sum
-from engine.parallel.runner import AccumulationRunner, LossFunction, Runner
-from engine.parallel.shards import fill, gather, saved
-from engine.parallel.tensor import apply_tensor_parallel, settle_gradients
-from engine.parallel.tied import (
-    by_model_name,
-    model_name,
-    rank_parameters,
-    restore_copies,
-    sum_tied_gradients,
-    without_copies,
-)
-from engine.parallel.vocabulary import SplitLoss
-from engine.precision.policy import precision_policy
+from engine.parallel.runner import Runner
+from engine.parallel.shards import saved
+from engine.parallel.tensor import settle_gradients
+from engine.parallel.tied import by_model_name, rank_parameters, restore_copies, sum_tied_gradients, without_copies
 from engine.rng import Generators
 from engine.spec import ModelSpec
-from engine.stage_split import rank_stages
+from engine.split_model import enlarge_vocabulary, make_runner, split_model
+from engine.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -120,7 +110,8 @@ class Stepper:
         )
         num_micro_batches = config.plan.num_micro_batches(config.hyperparameters.global_batch_size)
         self.placer = ExpertPlacer(mixtures, config.plan, context, num_micro_batches)
-        self._weights: dict[str, Tensor] = self._parameters | self._balance.selection_biases()
+        weights: dict[str, Tensor] = self._parameters | self._balance.selection_biases()
+        self._weights = Weights(weights, spec, config.runtime.seed, context)
         self._routed_sums = routed_sums
         self._reducer = GradientReducer(
             self._parameters, context, overlap=config.plan.overlap_dp, sum_over=routed_sums or native_sum
@@ -146,6 +137,11 @@ class Stepper:
         stepper = cls(config, context, spec, parts, make_runner(config, context, spec, parts, loss), sums)
         stepper._initialise()
         return stepper
+
+    def _initialise(self) -> None:
+        self._weights.initialise()
+        for load in self._balance.previous_loads().values():
+            load.zero_()
 
     @property
     def micro_batch_size(self) -> int:
@@ -259,7 +255,7 @@ class Stepper:
         The form is the same under every plan, so a checkpoint can be read under another one.
         """
         return {
-            "model": by_model_name({name: saved(weight.detach()) for name, weight in self._weights.items()})
+            "model": by_model_name({name: saved(weight.detach()) for name, weight in self._weights.named.items()})
             | self._balance.previous_loads()
             | self.placer.state_dict(),
             "optimizer": by_model_name(
@@ -283,106 +279,9 @@ class Stepper:
         self.placer.restore()
 
     def load_full_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over whole weights by name. Names of other stages are passed by; a vocabulary with fewer rows than the
-        model's fills the first ones.
+        """See ``Weights.load``."""
+        self._weights.load(weights)
 
-        Raises:
-            UserError: A weight of this rank's part is missing or has another shape.
-        """
-        missing = set(self._weights)
-        for fqn, whole in weights:
-            holders = [name for name in self._weights if model_name(name) == fqn]
-            if not holders:
-                continue
-            missing.difference_update(holders)
-            parameter = self._weights[holders[0]]
-            if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < parameter.shape[0]:
-                rest = initial_value(self.spec, self._config.runtime.seed, fqn, parameter.shape)[whole.shape[0] :]
-                whole = torch.cat([whole, rest])
-            if whole.shape != parameter.shape:
-                raise UserError(
-                    f"the weight {fqn} has shape {list(whole.shape)}, the model needs {list(parameter.shape)}",
-                    hint="use the model section that belongs to these weights (its config.json)",
-                )
-            for name in holders:
-                fill(self._weights[name], whole)
-        if missing:
-            raise UserError(
-                f"{len(missing)} weights are missing, the first is {min(map(model_name, missing))}",
-                hint="use the model section that belongs to these weights (its config.json)",
-            )
-
-    @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
-        """All weights of all stages, whole, on the CPU of rank 0; empty on the other ranks. A device holds one whole
-        weight at a time, and one rank of each stage keeps a copy."""
-        keeps = self.context.dp_rank == self.context.cp_rank == self.context.tp_rank == 0
-        weights: dict[str, Tensor] = {}
-        for fqn, parameter in without_copies(self._weights).items():
-            whole = gather(parameter)
-            if keeps:
-                weights[fqn] = whole.detach().to("cpu", copy=True)
-        return gather_to_main(weights, self.context)
-
-    def _initialise(self) -> None:
-        for load in self._balance.previous_loads().values():
-            load.zero_()
-        for name, parameter in self._weights.items():
-            fill(parameter, initial_value(self.spec, self._config.runtime.seed, model_name(name), parameter.shape))
-
-
-def split_model(config: RunConfig, context: ParallelContext, spec: ModelSpec) -> tuple[list[Decoder], LossFunction]:
-    """This rank's stages of the model, split as the plan says and still on the meta device, and the loss of its logits.
-
-    Args:
-        config: The run.
-        context: This rank's place.
-        spec: The architecture, with its final vocabulary.
-    """
-    plan, hyper = config.plan, config.hyperparameters
-    policy = precision_policy(plan.precision)
-    layers = plan.stage_layers(spec.num_layers)
-    parts = []
-    for stage in rank_stages(plan, context.pp_rank):
-        with torch.device("meta"):
-            part = Decoder(
-                spec,
-                layers=layers[stage],
-                stage=stage,
-                has_embedding=stage == 0,
-                has_head=stage == plan.num_stages - 1,
-                dropout=hyper.dropout,
-                compute_dtype=policy.compute,
-            ).to(policy.parameters)
-        apply_recompute(part, plan, preserve_rng=hyper.dropout > 0)
-        apply_tensor_parallel(part, spec, context)
-        apply_experts(part, plan, context)
-        apply_placement(mixtures_of(part), plan, context)
-        apply_context_parallel(part, plan, context)
-        apply_data_parallel(part, plan, policy, context)
-        parts.append(part)
-    split_vocabulary = context.has_axis("tp") and plan.vocab_parallel
-    return parts, SplitLoss(context.axis("tp"), spec.vocab_size) if split_vocabulary else summed_loss
-
-
-def make_runner(
-    config: RunConfig, context: ParallelContext, spec: ModelSpec, parts: Sequence[Decoder], loss: LossFunction
-) -> Runner:
-    """What runs the local batch of ``config`` on the parts that ``split_model`` made."""
-    plan = config.plan
-    if not context.has_axis("pp"):
-        return AccumulationRunner(parts[0], loss, plan)
-    return PipelineRunner(
-        parts,
-        loss,
-        spec,
-        context,
-        precision_policy(plan.precision),
-        num_micro_batches=plan.num_micro_batches(config.hyperparameters.global_batch_size),
-        sequence_length=config.workload.sequence_length,
-    )
-
-
-def enlarge_vocabulary(spec: ModelSpec, vocab_size: int) -> ModelSpec:
-    """The spec with a vocabulary of at least ``vocab_size``."""
-    return spec if vocab_size <= spec.vocab_size else spec.changed(vocab_size=vocab_size)
+        """See ``Weights.whole``."""
+        return self._weights.whole()

@@ -20,8 +20,9 @@ from engine.optim.groups import GROUPS
 from engine.parallel.vocabulary import local_vocab_size
 from engine.plan import Plan
 from engine.rules_universal import INTERLEAVED
+from engine.split_model import make_runner, split_model
 from engine.stage_split import V_SHAPED
-from engine.step import Stepper, make_runner, split_model
+from engine.step import Stepper
 from engine.torch_private import FakeTensorMode, pipelines_without_handshake, shapes_inferred_aside
 from engine.trace_collectives import CollectiveCounter, Key, collective_use
 from engine.trace_memory import OwnedStorageTracker, kept, owners_of

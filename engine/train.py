@@ -144,7 +144,7 @@ class Program:
         """Read all that a start would read, prepare the corpus, and print what was found."""
         from engine.checkpoint.hf_weights import import_weights
         from engine.data.corpus import prepare_corpus
-        from engine.step import enlarge_vocabulary
+        from engine.split_model import enlarge_vocabulary
 
         corpus = prepare_corpus(config.workload.data)
         spec = enlarge_vocabulary(config.model, corpus.vocab_size)

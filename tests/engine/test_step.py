@@ -126,7 +126,7 @@ def test_group_norms_make_up_the_global_norm() -> None:
 
 
 def test_clipping_scales_to_the_norm_asked_for() -> None:
-    plain = {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0}
+    plain: dict[str, Any] = {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0}
     free, clipped = stepper(clip_norm=None, **plain), stepper(clip_norm=0.1, **plain)
     start = clipped.full_weights()
     norm = free.train_step(*batch(), 1.0).grad_norm
@@ -164,7 +164,7 @@ def test_one_whole_weight_at_a_time_is_gathered(monkeypatch: pytest.MonkeyPatch)
         gathered.append(weakref.ref(whole))
         return whole
 
-    monkeypatch.setattr("engine.step.gather", gather)
+    monkeypatch.setattr("engine.weights.gather", gather)
     runner = stepper()
     assert runner.full_weights().keys() == dict(runner.parts[0].named_parameters()).keys()
 
