@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Weights:
     def initialise(self) -> None:
         """Give all weights their first values, which depend on the seed and the name alone."""
         for name, weight in self.named.items():
-            fill(weight, self._initial(model_name(name), weight))
+            fill(weight, partial(self._initial, model_name(name), weight))
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over whole weights by name. Names of other stages are passed by; a vocabulary with fewer rows than the
@@ -52,14 +53,14 @@ class Weights:
             missing.difference_update(holders)
             weight = self.named[holders[0]]
             if fqn in ("embedding.weight", "head.weight") and whole.shape[0] < weight.shape[0]:
-                whole = torch.cat([whole, self._initial(fqn, weight)[whole.shape[0] :]])
+                whole = torch.cat([whole, self._initial(fqn, weight, range(len(whole), len(weight)))])
             if whole.shape != weight.shape:
                 raise UserError(
                     f"the weight {fqn} has shape {list(whole.shape)}, the model needs {list(weight.shape)}",
                     hint="use the model section that belongs to these weights (its config.json)",
                 )
             for name in holders:
-                fill(self.named[name], whole)
+                fill(self.named[name], partial(_rows, whole))
         if missing:
             raise UserError(
                 f"{len(missing)} weights are missing, the first is {min(map(model_name, missing))}",
@@ -78,5 +79,9 @@ class Weights:
                 weights[fqn] = whole.detach().to("cpu", copy=True)
         return gather_to_main(weights, self._context)
 
-    def _initial(self, fqn: str, weight: Tensor) -> Tensor:
-        return initial_value(self._spec, self._seed, fqn, weight.shape)
+    def _initial(self, fqn: str, weight: Tensor, rows: range) -> Tensor:
+        return initial_value(self._spec, self._seed, fqn, weight.shape, rows)
+
+
+def _rows(whole: Tensor, rows: range) -> Tensor:
+    return whole[rows.start : rows.stop]

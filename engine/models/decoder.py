@@ -3,6 +3,8 @@ applied to the finished model by ``engine.parallel``."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,12 +122,32 @@ def _norm(spec: ModelSpec) -> Norm:
     return Norm(spec.hidden_size, spec.norm_eps, spec.norm)
 
 
-def initial_value(spec: ModelSpec, seed: int, fqn: str, shape: torch.Size) -> Tensor:
-    """The first value of a parameter in full shape, fp32 on the CPU: a function of the seed and the name alone, so that
-    every plan starts from the same numbers."""
+_DRAWN_TOGETHER = 2**22
+"""About so many elements of a parameter come from one generator."""
+
+
+def initial_value(spec: ModelSpec, seed: int, fqn: str, shape: torch.Size, rows: range | None = None) -> Tensor:
+    """The first value of a parameter, fp32 on the CPU: a function of the seed and the name alone, so that every plan
+    starts from the same numbers, and who holds a part of a large parameter need not draw all of it.
+
+    Args:
+        spec: The architecture.
+        seed: Of the run.
+        fqn: Name of the parameter.
+        shape: Of all of it.
+        rows: Places along the first dimension to give; None for all.
+    """
+    rows = range(shape[0]) if rows is None else rows
     if fqn.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(len(rows), *shape[1:])
     if fqn.split(".")[-2].endswith("norm"):
-        return torch.ones(shape)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "initial", fqn))
-    return torch.empty(shape).normal_(0.0, initial_std(fqn, spec.num_layers), generator=generator)
+        return torch.ones(len(rows), *shape[1:])
+    value = torch.empty(len(rows), *shape[1:])
+    size = max(_DRAWN_TOGETHER // max(math.prod(shape[1:]), 1), 1)
+    for start in range(rows.start // size * size, rows.stop, size) if rows else ():
+        generator = torch.Generator().manual_seed(derive_seed(seed, "initial", fqn, *([start] if start else [])))
+        drawn = torch.empty(min(size, shape[0] - start), *shape[1:])
+        drawn.normal_(0.0, initial_std(fqn, spec.num_layers), generator=generator)
+        first, last = max(start, rows.start), min(start + size, rows.stop)
+        value[first - rows.start : last - rows.start] = drawn[first - start : last - start]
+    return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,17 +60,12 @@ def saved(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def local_slice(whole: Tensor, split: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of ``split``, a tensor of the same full shape."""
-    if not isinstance(split, DTensor):
-        return whole
-    return whole[tuple(slice(place.start, place.stop) for place in spans(split))]
-
-
 @torch.no_grad()
-def fill(split: Tensor, whole: Tensor) -> None:
-    """Write this rank's part of ``whole`` into ``split``; needs no communication."""
-    local(split).copy_(local_slice(whole, split))
+def fill(split: Tensor, rows_of_whole: Callable[[range], Tensor]) -> None:
+    """Write into ``split`` this rank's part of a whole tensor, of which no more than its rows are asked for; needs no
+    communication."""
+    rows, *places = spans(split) if isinstance(split, DTensor) else [range(size) for size in split.shape]
+    local(split).copy_(rows_of_whole(rows)[(slice(None), *(slice(place.start, place.stop) for place in places))])
 
 
 @torch.no_grad()

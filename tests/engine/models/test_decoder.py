@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.models import decoder
 from engine.models.decoder import Decoder, initial_value
 from engine.optim.groups import decays
 from engine.plan import Plan
@@ -47,6 +48,19 @@ def test_first_values_follow_from_seed_and_name() -> None:
     assert float(out.std()) == pytest.approx(0.02 / 14**0.5, rel=0.05)
     assert initial_value(SPEC, 1, "layers.0.ffn_norm.weight", torch.Size([4])).tolist() == [1.0] * 4
     assert initial_value(SPEC, 1, "layers.0.attention.query.bias", torch.Size([4])).tolist() == [0.0] * 4
+
+
+def test_first_values_of_some_rows_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a rank holds, from the middle of what is drawn together or over several of such parts."""
+    name, shape = "layers.0.moe.experts.gate", torch.Size([11, 4, 6])
+    together = initial_value(SPEC, 1, name, shape)
+    for num_elements in (24, 72, 100):
+        monkeypatch.setattr(decoder, "_DRAWN_TOGETHER", num_elements)
+        whole = initial_value(SPEC, 1, name, shape)
+        assert torch.equal(whole[: num_elements // 24], initial_value(SPEC, 1, name, shape, range(num_elements // 24)))
+        assert len(torch.unique(whole)) == len(torch.unique(together)) == whole.numel()
+        for rows in (range(11), range(2, 5), range(3, 4), range(7, 11), range(5, 5), range(11, 11)):
+            assert torch.equal(initial_value(SPEC, 1, name, shape, rows), whole[rows.start : rows.stop])
 
 
 def test_no_token_sees_the_future() -> None:
