@@ -2,7 +2,8 @@
 
 Equality: loss, every gradient, norms, parameters after three steps, in fp64 with plain SGD without clipping (Adam and
 clipping hide faults of scale), uneven valid tokens and two or three micro-batches a step. All cases of one world size
-run in one process group, started once.
+run in one process group, started once. Here are models with a head of their own, learned positions and biases, and what
+the sample of the matrix (``test_matrix``) lacks.
 """
 
 from __future__ import annotations
@@ -38,42 +39,24 @@ def equal(name: str, plan: dict[str, Any], model: str = "llama") -> Case:
 
 EQUAL_TWO = [
     equal("dp2-zero3", {"dp_shard": 2}),
-    equal("dp2-zero2", {"dp_shard": 2, "zero_stage": 2}),
-    equal("dp2-zero3-recompute", {"dp_shard": 2, **FULL}),
-    equal("dp2-tied", {"dp_shard": 2}, "llama-tied"),
     equal("dp2-gpt2", {"dp_shard": 2, "zero_stage": 2}, "gpt2"),
-    equal("dp2-moe", {"dp_shard": 2}, "moe"),
     equal("dp2-moe-some", {"dp_shard": 2, "zero_stage": 2}, "moe-some"),
-    equal("tp2", {"tp": 2}),
-    equal("tp2-sp", {"tp": 2, **SP}),
     equal("tp2-sp-recompute", {"tp": 2, **SP, **FULL}),
     equal("tp2-whole-vocabulary", {"tp": 2, "vocab_parallel": False}),
     equal("tp2-sp-whole-vocabulary-tied", {"tp": 2, **SP, "vocab_parallel": False}, "llama-tied"),
     equal("tp2-gpt2", {"tp": 2}, "gpt2"),
     equal("tp2-sp-gpt2", {"tp": 2, **SP}, "gpt2"),
-    equal("tp2-moe", {"tp": 2}, "moe"),
-    equal("tp2-sp-moe", {"tp": 2, **SP}, "moe"),
     # The draws are those of one process where the micro-batch is, too: every rank drops the same of what all hold.
     Case("tp2-dropout", {"tp": 2, "micro_batch_size": 12, **FULL}, hyperparameters=SGD | {"dropout": 0.3}),
-    equal("pp2", {"pp": 2}),
     equal("pp2-uneven-recompute", {"pp": 2, "layers_per_stage": [1, 2], "recompute": "every_k", "recompute_period": 2}),
     equal("pp2-gpt2", {"pp": 2, "micro_batch_size": 1}, "gpt2-untied"),
     equal("tp2-sp-moe-some", {"tp": 2, **SP, **FULL}, "moe-some"),
-    equal("pp2-moe", {"pp": 2}, "moe"),
-    equal("pp2-moe-some", {"pp": 2}, "moe-some"),
 ]
 EQUAL_FOUR = [
-    equal("dp2-tp2", {"dp_shard": 2, "tp": 2}),
-    equal("dp2-tp2-sp-zero2", {"dp_shard": 2, "tp": 2, "zero_stage": 2, **SP}),
     equal("dp2-tp2-sp-gpt2-recompute", {"dp_shard": 2, "tp": 2, **SP, **FULL}, "gpt2"),
     equal("dp2-tp2-moe", {"dp_shard": 2, "tp": 2}, "moe"),
-    equal("dp2-pp2", {"dp_shard": 2, "pp": 2}),
     equal("dp2-pp2-zero2-order", {"dp_shard": 2, "pp": 2, "zero_stage": 2, "rank_order": "tp-cp-pp-dp"}),
-    equal("dp2-pp2-recompute", {"dp_shard": 2, "pp": 2, **FULL}),
     equal("dp2-pp2-other-order", {"dp_shard": 2, "pp": 2, "rank_order": "tp-pp-cp-dp"}),
-    equal("tp2-pp2", {"tp": 2, "pp": 2}),
-    equal("tp2-pp2-sp", {"tp": 2, "pp": 2, **SP}),
-    equal("tp2-pp2-sp-moe", {"tp": 2, "pp": 2, **SP}, "moe"),
 ]
 CLIPPED = [
     Case("dp2-adamw", {"dp_shard": 2}, hyperparameters=ADAMW),
