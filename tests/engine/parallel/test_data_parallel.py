@@ -149,14 +149,14 @@ def group_bytes(num_ranks: int) -> dict[str, int]:
 def expected_counts(case: Case) -> dict[str, tuple[int, int]]:
     """Calls and message bytes of a step in closed form.
 
-    Beside gradients and parameters: valid tokens (8 bytes over data-parallel ranks), and losses and squared norms of
-    all groups (8 bytes each over all ranks, which here are the data-parallel ones).
+    Beside gradients and parameters: valid tokens (8 bytes over data-parallel ranks), and the loss, the auxiliary loss,
+    the experts' evenness and squared norms of all groups (8 bytes each over all ranks, here the data-parallel ones).
     """
     plan = Plan(**case.plan)
     accumulation = plan.num_micro_batches(12)
     groups = group_bytes(plan.dp_shard)
     size = sum(groups.values())
-    sums = 8 + 8 * (2 + len(GROUPS))
+    sums = 8 + 8 * (3 + len(GROUPS))
     if plan.zero_stage < 2:  # one bucket
         found = {f"dp all_reduce {plan.dp}": (3, size + sums)}
         return found | ({f"dp all_gather {plan.dp_shard}": (1, size)} if plan.zero_stage == 1 else {})
