@@ -185,4 +185,3 @@ def main(folder: Path) -> None:
     }
     torch.save(found, folder / f"{context.rank}.pt")
     context.barrier()
-    context.close()
