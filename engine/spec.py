@@ -150,6 +150,10 @@ class ModelSpec(Schema):
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
+        if self.sliding_layers and max(self.sliding_layers) >= self.num_layers:
+            raise ValueError(
+                f"sliding_layers names layer {max(self.sliding_layers)}, layers are 0 to {self.num_layers - 1}"
+            )
         if self.positions == "rope" and self.latent_attention is None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if self.positions == "rope" and self.latent_attention and self.latent_attention.rope_head_dim % 2:

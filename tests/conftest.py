@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No example has a time limit: machines that run tests may be busy.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # One thread per process, here and in every child: tests of several ranks share few cores, and sums keep their order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

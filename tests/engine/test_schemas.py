@@ -54,6 +54,11 @@ def test_a_run_file_reads_back_equal(
         ({"hyperparameters": {"learning_rate": -1.0}}, "greater than 0, got -1.0", ""),
         ({"hyperparameters": {"warmup_ratio": 0.9, "schedule": "wsd"}}, "exceed the whole run", ""),
         ({"model": {**MODEL, "num_kv_heads": 3}}, "num_kv_heads 3 must divide num_heads 4", ""),
+        (
+            {"model": {**MODEL, "sliding_window": 8, "sliding_layers": [0, 4]}},
+            "sliding_layers names layer 4, layers are",
+            "",
+        ),
         ({"workload": {"sequence_length": 64}}, "'workload.total_tokens' is missing", "add 'total_tokens'"),
         ({"plan": 3}, "plan", ""),
     ],
