@@ -8,7 +8,6 @@ made from it are read from a checkpoint under any other sharding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from engine.context import ParallelContext
 from engine.optim.groups import of_experts
-from engine.parallel.replicated import BUCKET_BYTES
-from engine.parallel.shards import local, with_local
+from engine.parallel.replicated import Bucket, in_buckets
+from engine.parallel.shards import chunk_of, local, with_local
 from engine.torch_private import StridedShard
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Parameters whose slices are gathered together, of one dtype."""
-
-    axis: str
-    parameters: tuple[nn.Parameter, ...]
 
 
 class OptimizerShards:
@@ -46,17 +37,13 @@ class OptimizerShards:
         self._context = context
         self._parameters = dict(parameters)
         self.tensors: dict[str, nn.Parameter] = dict(parameters)
-        filling: dict[tuple[str, torch.dtype], list[list[nn.Parameter]]] = {}
+        sliced = []
         for fqn, parameter in parameters.items():
             axis = "efsdp" if of_experts(fqn) else "fsdp"
-            if context.plan.zero_stage != 1 or not context.has_axis(axis):
-                continue
-            self.tensors[fqn] = _slice(parameter, axis, context)
-            groups = filling.setdefault((axis, parameter.dtype), [[]])
-            if sum(local(member).nbytes for member in groups[-1]) >= BUCKET_BYTES:
-                groups.append([])
-            groups[-1].append(parameter)
-        self._buckets = [_Bucket(axis, tuple(group)) for (axis, _), groups in filling.items() for group in groups]
+            if context.plan.zero_stage == 1 and context.has_axis(axis):
+                self.tensors[fqn] = _slice(parameter, axis, context)
+                sliced.append((axis, parameter))
+        self._buckets = in_buckets(sliced)
 
     def take_gradients(self) -> None:
         """Give every slice its rows of its parameter's whole gradient."""
@@ -86,7 +73,7 @@ class OptimizerShards:
     def _rows(self, whole: Tensor, axis: str) -> Tensor:
         return _rows(whole, self._context.coordinate(axis), self._context.group(axis).size())
 
-    def _start_gather(self, bucket: _Bucket) -> tuple[dist.Work, Tensor, list[Tensor]]:
+    def _start_gather(self, bucket: Bucket) -> tuple[dist.Work, Tensor, list[Tensor]]:
         """Begin to gather a bucket: what to wait for, the slices of all ranks, [ranks, padded elements], and the parts
         of the parameters on this rank that they belong to."""
         group = self._context.group(bucket.axis)
@@ -117,9 +104,8 @@ def _finish_gather(work: dist.Work, gathered: Tensor, wholes: list[Tensor]) -> N
 
 def _rows(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
     """The rank's rows, as ``Tensor.chunk`` divides them; the last ranks may have fewer or none."""
-    size = -(-len(whole) // num_ranks)
-    start = min(rank * size, len(whole))
-    return whole[start : min(start + size, len(whole))]
+    rows = chunk_of(range(len(whole)), num_ranks, rank)
+    return whole[rows.start : rows.stop]
 
 
 def _slice_numel(whole: Tensor, num_ranks: int) -> int:

@@ -20,7 +20,7 @@ from engine.context import ParallelContext
 from engine.models.decoder import Decoder
 from engine.moe.experts import Experts, ExpertWeights
 from engine.moe.layer import MixtureOfExperts
-from engine.parallel.shards import local
+from engine.parallel.shards import chunk_of, local
 from engine.plan import Plan
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
@@ -66,6 +66,6 @@ def _own_weights(whole: Callable[[], ExpertWeights], width_mesh: DeviceMesh | No
     parts = weights.each(local)
     if width_mesh is None or parts.down_bias is None or weights.down_bias is None:
         return parts
-    size, width = weights.down_bias.shape[1], parts.down_bias.shape[1]
-    start = min(width_mesh.get_local_rank() * -(-size // width_mesh.size()), size)
-    return parts._replace(down_bias=F.pad(parts.down_bias, (start, size - start - width)))
+    size = weights.down_bias.shape[1]
+    mine = chunk_of(range(size), width_mesh.size(), width_mesh.get_local_rank())
+    return parts._replace(down_bias=F.pad(parts.down_bias, (mine.start, size - mine.stop)))

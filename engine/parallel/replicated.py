@@ -47,37 +47,45 @@ def native_sum(values: Tensor, axis: str, context: ParallelContext) -> Pending:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together, of one dtype."""
+    """Parameters that travel together, of one dtype."""
 
     axis: str
-    """``data``, or ``expert_data`` for experts."""
+    """Of the context: over which they travel."""
     parameters: tuple[nn.Parameter, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradients on this rank."""
+        """Of the parameters on this rank."""
         return sum(local(parameter).nbytes for parameter in self.parameters)
 
 
-def buckets_of(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> list[Bucket]:
+def in_buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Bucket]:
+    """Parameters, each with the axis it travels over, in buckets of one axis and dtype, those that are full first."""
+    buckets: list[Bucket] = []
+    filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+    for axis, parameter in parameters:
+        members = filling.setdefault((axis, parameter.dtype), [])
+        members.append(parameter)
+        bucket = Bucket(axis, tuple(members))
+        if bucket.num_bytes >= BUCKET_BYTES:
+            buckets.append(bucket)
+            members.clear()
+    return buckets + [Bucket(axis, tuple(members)) for (axis, _), members in filling.items() if members]
+
+
+def gradient_buckets(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> list[Bucket]:
     """The buckets of those parameters whose gradients nothing else sums, in the order in which they are sent.
 
     Args:
         parameters: This rank's by name; those that are sharded over data-parallel ranks are passed by.
         context: This rank's place.
     """
-    buckets: list[Bucket] = []
-    filling: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+    found = []
     for fqn, parameter in reversed(list(parameters.items())):
         axis = "expert_data" if of_experts(fqn) else "data"
-        if not context.has_axis(axis) or split_axes(parameter) & {"fsdp", "efsdp"} or not parameter.requires_grad:
-            continue
-        members = filling.setdefault((axis, parameter.dtype), [])
-        members.append(parameter)
-        if sum(local(member).nbytes for member in members) >= BUCKET_BYTES:
-            buckets.append(Bucket(axis, tuple(members)))
-            members.clear()
-    return buckets + [Bucket(axis, tuple(members)) for (axis, _), members in filling.items() if members]
+        if context.has_axis(axis) and not split_axes(parameter) & {"fsdp", "efsdp"} and parameter.requires_grad:
+            found.append((axis, parameter))
+    return in_buckets(found)
 
 
 class GradientReducer:
@@ -98,7 +106,7 @@ class GradientReducer:
         overlap: bool,
         sum_over: SumOver = native_sum,
     ) -> None:
-        self.buckets = buckets_of(parameters, context)
+        self.buckets = gradient_buckets(parameters, context)
         self._context = context
         self._overlap = overlap
         self._sum_over = sum_over

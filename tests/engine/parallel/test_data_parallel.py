@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.context import ParallelContext
 from engine.models.decoder import Decoder
 from engine.optim.groups import GROUPS
-from engine.parallel.replicated import BUCKET_BYTES, GradientReducer, buckets_of
+from engine.parallel.replicated import BUCKET_BYTES, GradientReducer, gradient_buckets
 from engine.plan import Plan
 from tests.engine.parallel.cases import MODELS, run_config, train
 from tests.engine.parallel.compare import largest_difference
@@ -226,7 +226,7 @@ def test_buckets_are_filled_from_the_last_parameter_and_experts_have_their_own()
         "fixed": nn.Parameter(torch.empty(3), requires_grad=False),
         "last": nn.Parameter(torch.empty(11)),
     }
-    found = buckets_of(parameters, data_context(Plan(dp_replicate=2, ep=2)))
+    found = gradient_buckets(parameters, data_context(Plan(dp_replicate=2, ep=2)))
     names = {parameter: name for name, parameter in parameters.items()}
     assert [(bucket.axis, [names[p] for p in bucket.parameters]) for bucket in found] == [
         ("data", ["last", "large"]), ("data", ["first"]), ("expert_data", ["layers.0.moe.experts.up"]),
