@@ -49,7 +49,8 @@ class Plan(Schema):
     micro_batch_size: Count = 1
     """Sequences per micro-batch and data-parallel rank."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage over dp_shard * cp: 1 optimizer states, 2 and gradients, 3 and parameters. No effect at 1."""
+    """ZeRO stage over dp_shard * cp, of experts over what ep * etp leaves of dp_shard * cp * tp: 1 optimizer states, 2
+    and gradients, 3 and parameters. No effect where that is 1."""
     sequence_parallel: bool = False
     """Split the sequence between the tensor-parallel regions."""
     vocab_parallel: bool = True

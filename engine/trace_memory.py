@@ -33,9 +33,18 @@ class OwnedStorageTracker(LiveStorageTracker):
         owners: Who owns what now.
         num_logits: Elements of a micro-batch's logits on this rank; storages of tensors with so many are logits.
         look_at: The event at which to look, by the number that ``peak_event`` gave in an equal run; None for none.
+        keeps_sent: Whether what is sent to other stages lives on until this tracker ends: a real message, while nobody
+            has waited for it, keeps its tensor.
     """
 
-    def __init__(self, owners: Callable[[], Owners], num_logits: int, look_at: int | None = None) -> None:
+    def __init__(
+        self,
+        owners: Callable[[], Owners],
+        num_logits: int,
+        look_at: int | None = None,
+        *,
+        keeps_sent: bool = False,
+    ) -> None:
         super().__init__()
         self.peak_event = 0
         """Number of the event after which the most bytes lived."""
@@ -46,6 +55,8 @@ class OwnedStorageTracker(LiveStorageTracker):
         self._look_at = look_at
         self._num_events = 0
         self._marks: dict[int, MemoryPart] = {}
+        self._keeps_sent = keeps_sent
+        self._sent: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,6 +64,8 @@ class OwnedStorageTracker(LiveStorageTracker):
         if any(name in str(function) for name in _SHARDING):
             for tensor in tensors_in(args[:2]):
                 self._marks[id(tensor.untyped_storage())] = "buffers"
+        if self._keeps_sent and "c10d.send" in str(function):
+            self._sent += tensors_in(args[:1])
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def _counts(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

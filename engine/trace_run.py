@@ -57,6 +57,10 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
             distributed.destroy_process_group()
 
 
+WAITS_FOR_SENDS = ("gpipe", "1f1b")
+"""Schedules that wait for their messages as they go; torch's others do so at the end of the step."""
+
+
 class ValuelessContext(ParallelContext):
     """A rank whose collectives give no values: what decides how a step goes on is taken to be well."""
 
@@ -173,7 +177,9 @@ class DryRun:
         plan, spec = self._config.plan, self._config.model
         vocab = local_vocab_size(spec.vocab_size, plan, self._context.tp_rank)
         num_logits = plan.micro_batch_size * self._config.workload.sequence_length // plan.cp * vocab
-        return OwnedStorageTracker(lambda: owners_of(stepper), num_logits, look_at)
+        return OwnedStorageTracker(
+            lambda: owners_of(stepper), num_logits, look_at, keeps_sent=plan.schedule not in WAITS_FOR_SENDS
+        )
 
 
 def traced_micro_batches(plan: Plan, wanted: int) -> tuple[int, int]:

@@ -148,6 +148,8 @@ def _attention(
     """
     query, key, value, output = _head_widths(shape, t)
     copies = (query + key + value) * (1 + recipe.attention_copies) + output
+    behind = np.maximum(1 - shape.window / c.sequence_length, 0.0) * (c.cp == 1) * recipe.window_copies
+    copies = copies + shape.num_windowed_layers / shape.num_layers * behind * (query + 2 * (key + value) + output)
     width = np.where(np.asarray(recipe.saves_attention_fp8) > 0, t.e_input, t.e)
     quantised = np.where(t.e_input == width, 0.0, t.e_input * output)  # beside the output that attention itself keeps
     latent = 2 * t.e * t.split * (shape.query_rank + shape.kv_rank)

@@ -21,11 +21,12 @@ from autotune.cost.parameters import (
     RankBlocks,
     candidate_ranks,
     layer_share,
+    neighbours,
     rank_blocks,
     splits_backward,
     vocabulary_share,
 )
-from autotune.cost.pipeline import ZBV, in_flight, waiting_for_weights
+from autotune.cost.pipeline import GPIPE, ONE_F_ONE_B, ZBV, in_flight, waiting_for_weights
 from autotune.cost.shapes import ModelShape, Number
 from engine.units import GIB
 
@@ -68,6 +69,8 @@ class RankShare:
     """Of those, the ones that wait for their backward pass of the weights."""
     is_last: np.ndarray
     """Whether it is the last rank."""
+    neighbours: np.ndarray
+    """Stages on other ranks that send to the rank's."""
 
 
 def memory(
@@ -140,7 +143,8 @@ def rank_share(shape: ModelShape, c: PlanColumns, ranks: np.ndarray) -> RankShar
     """
     held = in_flight(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
     waiting = waiting_for_weights(c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, ranks)
-    return RankShare(rank_blocks(shape, c, ranks), held, waiting, ranks == np.asarray(c.pp) - 1)
+    is_last = ranks == np.asarray(c.pp) - 1
+    return RankShare(rank_blocks(shape, c, ranks), held, waiting, is_last, neighbours(c, ranks))
 
 
 def memory_of_ranks(
@@ -220,7 +224,11 @@ def _held(
     kinds = layer_activations(
         shape, c, recipe, fused_attention=fused_attention, dropout=dropout, imbalance_ratio=imbalance_ratio
     )
-    return _Held(**_states(shape, c, recipe, share, num_states), **_moving(shape, c, recipe, share, kinds))
+    held = _states(shape, c, recipe, share, num_states) | _moving(shape, c, recipe, share, kinds)
+    keeps_sent = (np.asarray(recipe.keeps_sent) > 0) & (c.schedule != GPIPE) & (c.schedule != ONE_F_ONE_B)
+    passed = c.num_micro_batches * share.neighbours * kinds.stream
+    held["own"] = held["own"] + passed * (recipe.neighbour_buffers + keeps_sent)
+    return _Held(**held)
 
 
 def _ends(shape: ModelShape, c: PlanColumns, share: RankShare) -> np.ndarray:

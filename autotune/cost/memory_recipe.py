@@ -70,6 +70,9 @@ class MemoryRecipe:
     """The same of a plain feed-forward."""
     attention_copies: Number
     """Further copies of queries, keys and values kept."""
+    window_copies: Number
+    """1 where a layer with an attention window attends in chunks, and keeps queries and outputs of the tokens behind
+    the first window once more, their keys and values twice more; not in context parallelism."""
     expert_copies: Number
     """Tensors of hidden size kept for each token and expert it is sent to."""
     selective_saves_products: Number
@@ -102,6 +105,10 @@ class MemoryRecipe:
     """Buffers of one micro-batch for pipeline sends."""
     stage_buffers_per_micro_batch: Number
     """Further such buffers for each micro-batch of the step."""
+    neighbour_buffers: Number
+    """Further ones for each micro-batch and each stage on another rank that sends to one of the rank's stages."""
+    keeps_sent: Number
+    """1 where schedules other than GPipe and 1F1B keep what they have sent until the end of the step."""
     slack_ratio: Number
     """Memory that the allocator reserves beyond the peak of live tensors, relative to it."""
     group_gib: Number

@@ -43,6 +43,18 @@ def is_vee(c: PlanColumns) -> np.ndarray:
     return np.asarray(((c.schedule == ZBV) | (c.schedule == DUALPIPEV)) & (np.asarray(c.pp) > 1))
 
 
+def neighbours(c: PlanColumns, ranks: np.ndarray) -> np.ndarray:
+    """Stages on other ranks beside those of pipeline ranks, one that is beside two counted twice. ``[k, n]``
+
+    Args:
+        c: ``n`` plans.
+        ranks: ``[k, n]``: pipeline ranks.
+    """
+    ends = (ranks == 0) * 1.0 + (ranks == np.asarray(c.pp) - 1)
+    beside = np.where(is_vee(c), 4 - 2 * ends, 2 * np.asarray(c.virtual_stages) - ends)
+    return np.asarray(np.where(np.asarray(c.pp) > 1, beside, 0.0))
+
+
 def splits_backward(c: PlanColumns) -> np.ndarray:
     """Where gradients of weights have a backward pass of their own. ``[n]`` bools."""
     apart = (c.schedule == INTERLEAVED_ZB) | (c.schedule == ZBV) | (c.schedule == DUALPIPEV)

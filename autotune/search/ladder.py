@@ -31,9 +31,8 @@ BASE: dict[str, tuple[Value, ...]] = {
     "rank_order": ("tp-cp-dp-pp",),
 }
 """Data parallelism alone, without overlap: what a first script does."""
-ENGINE_BASE: dict[str, tuple[Value, ...]] = BASE | {"zero_stage": (2,), "overlap_dp": (True,), "overlap_pp": (True,)}
-"""The least that this project's engine does: it shards, and overlaps."""
-ENGINE_BASE_WORDS = "data parallel only, ZeRO-2, overlapped"
+ENGINE_BASE: dict[str, tuple[Value, ...]] = BASE | {"overlap_pp": (True,)}
+"""The least that this project's engine does: its pipelines overlap."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,13 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         best: Its best plan, which the last rung leads to; None where none fits.
         best_of: Searches for a rung.
     """
-    is_engine = "engine" in question.space.scopes
-    base = ENGINE_BASE if is_engine else BASE
+    base = ENGINE_BASE if "engine" in question.space.scopes else BASE
     rungs: list[Rung] = []
     free: set[str] = set()
     last: EstimatedPlan | None = None
     for step in STEPS:
         if step.fields and not any(_is_gained(question.space, base, name) for name in step.fields):
             continue  # the space leaves no choice here
-        words = ENGINE_BASE_WORDS if is_engine and not step.fields else step.words
         free |= set(step.fields)
         space = _restricted(question.space, base, free)
         if best is not None and space == question.space:
@@ -96,12 +93,12 @@ def climb(question: Question, best: EstimatedPlan | None, best_of: BestOf) -> tu
         if found is not None:
             ranking = question.objectives[0]
             gain = last.cost(ranking) / found.cost(ranking) - 1 if last is not None else None
-            rungs.append(Rung(step.id, words, found, gain, ""))
+            rungs.append(Rung(step.id, step.words, found, gain, ""))
             last = found
         elif closest is not None:
-            rungs.append(Rung(step.id, words, closest, None, _excess_words(closest)))
+            rungs.append(Rung(step.id, step.words, closest, None, _excess_words(closest)))
         else:
-            rungs.append(Rung(step.id, words, None, None, f"no legal plan ({rule})"))
+            rungs.append(Rung(step.id, step.words, None, None, f"no legal plan ({rule})"))
     return tuple(rungs)
 
 

@@ -150,6 +150,42 @@ def test_context_ring_passes_keys_and_values() -> None:
     ring, gathered = sent(plan, length=65536), sent(plan, length=65536, gathers_keys=1)
     assert gathered.cp_forward_bytes == ring.cp_forward_bytes
     assert gathered.cp_forward < ring.cp_forward / 3
+    chosen = sent(plan | {"cp_attention": "all_gather"}, length=65536)
+    assert chosen.cp_forward == gathered.cp_forward
+
+
+def test_zero_1_that_sums_whole_gradients_gathers_what_is_stored() -> None:
+    plan = {"dp_shard": 16, "zero_stage": 1}
+    shards, whole = sent(plan), sent(plan, sums_whole_gradients=1)
+    assert whole.dp_reduce_bytes == 2 * shards.dp_reduce_bytes
+    assert whole.dp_gather_bytes == 2 * shards.dp_gather_bytes  # fp32, not bf16
+    for stage in (0, 2, 3):
+        other = plan | {"zero_stage": stage}
+        assert sent(other, sums_whole_gradients=1).dp_reduce_bytes == sent(other).dp_reduce_bytes
+
+
+def test_replicas_of_shards_may_sum_once() -> None:
+    plan = {"dp_replicate": 8, "dp_shard": 8, "micro_batch_size": 2}
+    often, once = sent(plan), sent(plan, sums_replicas_once=1)
+    shards = sent({"dp_shard": 8, "micro_batch_size": 2}, batch=64).dp_reduce_bytes
+    assert (often.dp_reduce_bytes - shards) / (once.dp_reduce_bytes - shards) == pytest.approx(4)
+
+
+def test_slices_of_experts_that_each_dispatch_all_tokens() -> None:
+    plan = {"tp": 4, "dp_shard": 16, "ep": 4, "etp": 4, "sequence_parallel": True}
+    shares, whole = sent(plan, model=MOE), sent(plan, model=MOE, dispatches_whole=1)
+    assert whole.ep_forward_bytes == 4 * shares.ep_forward_bytes
+    assert whole.tp_moe_forward_bytes == whole.tp_forward_bytes
+    experts = plan | {"etp": 1}
+    assert sent(experts, model=MOE, dispatches_whole=1).ep_forward == sent(experts, model=MOE).ep_forward
+
+
+def test_a_backward_pass_of_the_weights_finds_them_gathered() -> None:
+    plan = {"pp": 4, "dp_shard": 8, "virtual_stages": 2, "schedule": "zbv"}
+    assert sent(plan).shard_passes == 65
+    assert sent(plan, split_backward_keeps_gathered=1).shard_passes == 1
+    one = plan | {"virtual_stages": 1, "schedule": "1f1b"}
+    assert sent(one, split_backward_keeps_gathered=1).shard_passes == 65
 
 
 def test_a_sequence_gathered_again() -> None:
@@ -176,6 +212,8 @@ def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
     assert result.tied_reduce_bytes[0] == DENSE.vocab_size * DENSE.hidden_size / 2 * 4
     assert result.tied_reduce[1] == result.tied_reduce_bytes[1] == 0
     assert sent({"pp": 4, "dp_shard": 2}).tied_reduce == 0
+    shards = sent({"pp": 4, "tp": 2, "dp_shard": 2}, model=tied, sums_tied_shards=1)
+    assert shards.tied_reduce_bytes == result.tied_reduce_bytes[0] / 2
 
 
 def test_compression_shrinks_gradients_alone() -> None:

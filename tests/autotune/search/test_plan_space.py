@@ -159,6 +159,14 @@ def test_pipelines_are_those_of_the_stack() -> None:
     assert (pinned["schedule"], pinned["pp"]) == (("zbv",), (2,)), "what is pinned is honoured"
 
 
+def test_keys_reach_context_ranks_as_the_stack_has_it() -> None:
+    assert space_of(stack=software_figures("default")).values["cp_attention"] == ("ring",)
+    assert space_of(stack=software_figures("torchtitan")).values["cp_attention"] == ("all_gather",)
+    assert space_of(stack=software_figures("paretune")).values["cp_attention"] == ("ring", "all_gather")
+    with pytest.raises(UserError, match="cp_attention=ring is pinned"):
+        space_of("cp_attention=ring", stack=software_figures("torchtitan"))
+
+
 def test_our_engine_runs_every_schedule() -> None:
     assert set(software_figures(OWN_ENGINE).schedules) == set(get_args(Schedule))
 
