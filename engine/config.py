@@ -133,6 +133,15 @@ class RunConfig(Schema):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        if self.runtime.refresh_topology and self.plan.all_reduce != "topology":
+            raise ValueError(
+                "runtime.refresh_topology is for plan.all_reduce topology, which is native here: set it to false, or"
+                " plan.all_reduce to topology"
+            )
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step."""
@@ -175,7 +184,7 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
             batch = parse_batch(hyper["global_batch_size"], length, multiple_of=multiple)
             hyper["global_batch_size"] = batch.num_sequences
             notes += [batch.note] if batch.note else []
-    if isinstance(plan, dict) and plan.get("layers_per_stage") == BY_COST:
+    if isinstance(plan, dict) and isinstance(plan.get("layers_per_stage"), str):
         plan["layers_per_stage"], note = _layers_by_cost(data)
         notes += [note] if note else []
     return data, notes
@@ -183,7 +192,16 @@ def prepare_run_data(data: Any, *, document: YamlDocument | None = None) -> tupl
 
 def _layers_by_cost(data: dict[str, Any]) -> tuple[list[int] | None, str]:
     """The layers of each stage by cost, and a note that prints them; nothing where the data is wrong or the stages are
-    too many, which is told when the run is checked."""
+    too many, which is told when the run is checked.
+
+    Raises:
+        UserError: The plan says something else than by_cost.
+    """
+    if data["plan"]["layers_per_stage"] != BY_COST:
+        raise UserError(
+            f"plan.layers_per_stage must be a list of layers or {BY_COST}, got {data['plan']['layers_per_stage']!r}",
+            hint=f"write the layers of each stage, such as [4, 3], or {BY_COST}; or leave it out for an even split",
+        )
     try:
         spec = ModelSpec.model_validate(data.get("model"))
         plan = Plan.model_validate({**data["plan"], "layers_per_stage": None})

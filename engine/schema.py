@@ -106,6 +106,7 @@ def explain(
             hints.append(f"add '{problem['loc'][-1]}'")
         else:
             reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            reason = reason.replace("a valid tuple", "a list")
             wanted = reason if problem["type"] == "value_error" else f"must be {reason}"
             given = "" if isinstance(problem["input"], Mapping | BaseModel) else f", got {problem['input']!r}"
             messages.append(f"'{name}': {wanted}{given}")

@@ -61,6 +61,8 @@ def test_a_run_file_reads_back_equal(
         ),
         ({"workload": {"sequence_length": 64}}, "'workload.total_tokens' is missing", "add 'total_tokens'"),
         ({"plan": 3}, "plan", ""),
+        ({"plan": {"layers_per_stage": 3}}, "'plan.layers_per_stage': must be a list, got 3", ""),
+        ({"runtime": {"refresh_topology": True}}, "plan.all_reduce topology, which is native here", ""),
     ],
 )
 def test_mistakes_are_told_with_what_was_given_and_what_is_allowed(change: dict, message: str, hint: str) -> None:

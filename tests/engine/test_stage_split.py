@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import load_run
-from engine.errors import RuleError
+from engine.errors import RuleError, UserError
 from engine.flops import recomputed_flops_per_token, training_flops_per_token
 from engine.plan import Plan
 from engine.rules import check_run
@@ -93,3 +93,9 @@ def test_more_stages_than_layers_are_told_by_the_rule(tmp_path: Path) -> None:
     config, _ = load_run(run_file(tmp_path, {"pp": 16, "layers_per_stage": "by_cost"}))
     with pytest.raises(RuleError, match="16 stages for 9 layers"):
         check_run(config)
+
+
+def test_another_word_for_layers_is_refused_with_what_may_stand_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must be a list of layers or by_cost, got 'even'") as refused:
+        load_run(run_file(tmp_path, {"pp": 2, "layers_per_stage": "even"}))
+    assert "leave it out for an even split" in str(refused.value.hint)
