@@ -20,7 +20,7 @@ from autotune.search.blocks import MANY_COMBINATIONS, Expander, Part
 from autotune.search.bounds import least_seconds, memory_bounds, time_bounds
 from autotune.search.exact import SearchResult, search
 from autotune.search.plan_objectives import Prices, objective_costs
-from autotune.search.plan_space import DEGREES, FIELDS, INNER_FIELDS, OUTER_FIELDS, PlanSpace, plan_space
+from autotune.search.plan_space import DEGREES, FIELDS, INNER_FIELDS, NOT_PRICED, OUTER_FIELDS, PlanSpace, plan_space
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
 from engine.plan import Plan, plan_table
@@ -392,5 +392,6 @@ def test_front_does_not_depend_on_the_order_of_rows(rows: list[Any], num_costs: 
     assert not (told & ~np.array(dominated)).any()
 
 
-def test_every_field_of_a_plan_is_an_axis() -> None:
-    assert set(Plan.model_fields) - {"schema_version"} <= set(FIELDS)
+def test_every_field_of_a_plan_is_an_axis_or_known_to_be_none() -> None:
+    assert set(Plan.model_fields) - {"schema_version"} == {*FIELDS, *NOT_PRICED} & set(Plan.model_fields)
+    assert set(FIELDS).isdisjoint(NOT_PRICED)
