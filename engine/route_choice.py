@@ -25,8 +25,8 @@ MAX_EXACT = 8
 """Devices up to which every order can be tried."""
 _MAX_IMPROVED = 16
 """Ranks up to which orders are improved by exchanging two, and trees by trying sends; beyond, the graph's own serve."""
-_MAX_MOVES = 2**15
-"""Changed rings that are looked at in a round of the local search."""
+_MAX_RING_IMPROVED = 64
+"""Ranks up to which rings are improved; beyond, nearest neighbours serve: a round looks at (ranks)^3 places."""
 _RANDOM_STARTS, _FEW_STARTS = 16, 8
 """Random orders to improve, up to ``MAX_EXACT`` ranks and beyond."""
 _RESTARTED_SHAPES = 5
@@ -36,6 +36,8 @@ _BLOCK = 2000
 """Orders that are replayed at once."""
 _MAX_SENDS = 300
 """Sends that are tried for each tree, beyond the first guesses."""
+_MAX_ROOTS = 2
+"""Roots that are tried beyond ``_MAX_IMPROVED`` ranks: those with the fastest links."""
 _BEST_ROOTS, _MORE_SENDS = 2, 20
 """The best roots so far, and how many times more sends are tried for their trees."""
 
@@ -208,6 +210,8 @@ def ring_order(seconds: np.ndarray) -> np.ndarray:
     few = size <= 2 * MAX_EXACT
     starts = [_nearest_neighbours(seconds, first) for first in range(size if few else 1)]
     starts += [generator.permutation(size) for _ in range(_FEW_STARTS if few else 0)]
+    if size > _MAX_RING_IMPROVED:
+        return starts[0]
     return min((_improve_ring(seconds, start) for start in starts), key=lambda order: _rank(seconds, order))
 
 
@@ -248,12 +252,10 @@ def _ring_moves(size: int) -> np.ndarray:
         for stop in range(start + 2, size + 1)
     ]
     for length in range(1, min(4, size - 1)):
-        if len(rows) > _MAX_MOVES:
-            break
         for start in range(size - length + 1):
             rest = places[:start] + places[start + length :]
             rows += [rest[:at] + places[start : start + length] + rest[at:] for at in range(len(rest)) if at != start]
-    return np.array(rows[:_MAX_MOVES])
+    return np.array(rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- trees
@@ -269,9 +271,13 @@ def _best_tree(links: Links, num_bytes: float, max_sends: float) -> Choice:
         down_time, down = _best_copy(seconds, root, max_sends)
         return up_time + down_time, up, down
 
-    roots = range(links.num_devices)
+    roots = np.argsort(seconds.sum(axis=0) + seconds.sum(axis=1), kind="stable").tolist()
+    if len(roots) > _MAX_IMPROVED:
+        roots, more = roots[:_MAX_ROOTS], 0
+    else:
+        more = _BEST_ROOTS
     options = {root: best_of(root, max_sends) for root in roots}
-    nearest = sorted(roots, key=lambda root: options[root])[:_BEST_ROOTS]
+    nearest = sorted(roots, key=lambda root: options[root])[:more]
     total, up, down = min([*options.values(), *(best_of(root, max_sends * _MORE_SENDS) for root in nearest)])
     sums = [(child, parent) for parent, child in reversed(up)]
     return Choice(num_bytes, tree(links.num_devices, sums, down), total)

@@ -54,9 +54,9 @@ class Route:
 
     def reordered(self, order: Sequence[int] | np.ndarray) -> Route:
         """With rank ``order[i]`` in the place of ``i``."""
+        places = [int(rank) for rank in order]
         steps = tuple(
-            tuple(move._replace(source=int(order[move.source]), target=int(order[move.target])) for move in step)
-            for step in self.steps
+            tuple(Transfer(places[move.source], places[move.target], *move[2:]) for move in step) for step in self.steps
         )
         return Route(self.kind, self.num_ranks, self.num_pieces, steps)
 
