@@ -1,9 +1,9 @@
 """Which device takes which rank of a plan, so that ranks that talk most are close: a quadratic assignment.
 
-Traffic falls off steeply from axis to axis, as it does in training: tensor parallelism sends activations several times
-a layer, in the way of the computation; context and expert parallelism about once; a pipeline once a stage; data
-parallelism once a step, beside it. So tensor-parallel groups get the fastest links, pipelines the next, data
-parallelism the rest.
+Tensor-parallel groups get the fastest links, then expert and context parallelism, pipelines next, data parallelism the
+rest: in the order in which a message holds up the computation. Tensor parallelism sends several times a layer, in the
+way of it; expert and context parallelism about once or twice a layer; a pipeline once a stage and micro-batch; data
+parallelism once a step, beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from engine.plan import Plan
 from engine.topology import Links
 
 AXIS_WEIGHTS = {"tp": 1000.0, "ep": 300.0, "cp": 100.0, "pp": 10.0, "ends": 1.0, "data": 1.0}
-"""Traffic of a rank along each axis, relative."""
+"""Weight of the traffic of a rank along each axis, relative. Not bytes, and from no model: chosen so far apart that the
+order of axes decides as long as links differ by less than some ten times. Bytes alone would put data parallelism first,
+whose large sums are hidden behind the backward pass."""
 MESSAGE_BYTES = 2**20
 """Message whose time says how far two devices are apart."""
 MAX_EXACT = 8
@@ -108,25 +110,39 @@ def _greedy(sent: np.ndarray, seconds: np.ndarray, first: int) -> np.ndarray:
 
 
 def _exchanged(sent: np.ndarray, seconds: np.ndarray, device: np.ndarray) -> np.ndarray:
-    """Exchange the two ranks whose exchange helps most, until none does."""
+    """Exchange the two ranks whose exchange helps most, until none does. Each costs some ``size^2`` operations."""
+    device, apart = device.copy(), seconds[np.ix_(device, device)]
+    mixed = _mixed(sent, apart)
     while True:
-        apart = seconds[np.ix_(device, device)]
-        gain = exchange_gain(sent, apart)
+        gain = exchange_gain(sent, apart, mixed)
         one, other = np.unravel_index(gain.argmax(), gain.shape)
         if gain[one, other] <= 1e-9 * (sent * apart).sum():
             return device
-        device = device.copy()
-        device[[one, other]] = device[[other, one]]
+        pair = np.array([one, other])
+        device[pair] = device[pair[::-1]]
+        before, apart = apart, seconds[np.ix_(device, device)]
+        # Only two rows and two columns have changed; where they cross counts with the rows.
+        rows, columns = apart[pair] - before[pair], apart[:, pair] - before[:, pair]
+        columns[pair] = 0.0
+        mixed[:, pair] += sent @ rows.T + sent.T @ columns
+        mixed += sent[:, pair] @ columns.T + sent[pair].T @ rows
 
 
-def exchange_gain(sent: np.ndarray, apart: np.ndarray) -> np.ndarray:
+def _mixed(sent: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    """What the traffic of each rank would cost in the place of each other, [rank, other]."""
+    mixed: np.ndarray = sent @ apart.T + sent.T @ apart
+    return mixed
+
+
+def exchange_gain(sent: np.ndarray, apart: np.ndarray, mixed: np.ndarray | None = None) -> np.ndarray:
     """By how much the cost falls when two ranks change places, [one, other].
 
     Args:
         sent: Traffic [source, target], zero on the diagonal.
         apart: Times between the ranks' present devices, [source, target], zero on the diagonal.
+        mixed: ``_mixed`` of both, if known.
     """
-    mixed = sent @ apart.T + sent.T @ apart
+    mixed = _mixed(sent, apart) if mixed is None else mixed
     own = mixed.diagonal()
     straight, crossed = sent * apart, sent * apart.T
     gain: np.ndarray = own[:, None] + own[None, :] - mixed - mixed.T - straight - straight.T - crossed - crossed.T

@@ -298,6 +298,15 @@ def test_exchanges_find_the_best_placement(degrees: dict[str, int]) -> None:
         assert assignment_cost(sent, seconds, improved_assignment(sent, seconds)) <= 1.02 * best
 
 
+def test_after_exchanges_none_helps_any_more() -> None:
+    plan = Plan(tp=2, pp=3, dp_shard=4)
+    sent, seconds = traffic(plan), scattered(9, plan.world_size).seconds(2**20)
+    device = improved_assignment(sent, seconds)
+    assert sorted(device) == list(range(plan.world_size))
+    cost = assignment_cost(sent, seconds, device)
+    assert exchange_gain(sent, seconds[np.ix_(device, device)]).max() <= 1e-8 * cost
+
+
 def test_the_gain_of_an_exchange_is_what_the_cost_falls_by() -> None:
     draws = np.random.default_rng(8)
     sent, seconds = draws.random((6, 6)), draws.random((6, 6))
