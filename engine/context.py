@@ -45,6 +45,8 @@ class ParallelContext:
     """The process group of each axis above degree 1 that this rank belongs to."""
     links: Links | None = field(default=None, repr=False)
     """Between the ranks, where ``runtime.topology`` tells them."""
+    numbers: np.ndarray | None = field(default=None, repr=False)
+    """As what the process of each rank was started (its RANK), [ranks], where that is not the rank."""
 
     @property
     def world_size(self) -> int:
@@ -240,12 +242,12 @@ def open_context(plan: Plan, runtime: RuntimeOptions, *, has_experts: bool = Tru
         )
     device = _device(runtime, local_rank)
     time_limit = timedelta(seconds=runtime.hang_timeout_seconds)
-    links = None
+    links = numbers = None
     if plan.world_size > 1 and not running:
         start: dict[str, Any] = {}
         if runtime.topology:
             place = take_place(plan, runtime.topology, rank, time_limit)
-            rank, links = place.rank, place.links
+            rank, links, numbers = place.rank, place.links, place.numbers
             start = {"store": place.store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
             _BACKENDS[device.type],
@@ -255,7 +257,7 @@ def open_context(plan: Plan, runtime: RuntimeOptions, *, has_experts: bool = Tru
         )
     elif runtime.topology:
         links = checked_topology(plan, runtime.topology).links()
-    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit, has_experts), links)
+    return ParallelContext(plan, device, rank, local_rank, _groups(plan, time_limit, has_experts), links, numbers)
 
 
 def _device(runtime: RuntimeOptions, local_rank: int) -> torch.device:

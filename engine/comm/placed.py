@@ -24,6 +24,8 @@ class Place:
     rank: int
     links: Links
     """Between the ranks."""
+    numbers: np.ndarray
+    """As what the process of each rank was started, [ranks]."""
     store: Store
     """Where the processes have met already."""
 
@@ -55,7 +57,7 @@ def take_place(plan: Plan, path: str, number: int, time_limit: timedelta) -> Pla
     links = topology.links()
     devices = place(plan, links)
     rank = int(np.flatnonzero(devices == number)[0])
-    return Place(rank, links.among(devices.tolist()), PrefixStore("placed", store))
+    return Place(rank, links.among(devices.tolist()), devices, PrefixStore("placed", store))
 
 
 def checked_topology(plan: Plan, path: str) -> Topology:

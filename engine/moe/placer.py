@@ -17,10 +17,12 @@ from engine.moe.placement import LoadForecast, Placement, all_at_home, move_cost
 from engine.plan import Plan
 from engine.precision.policy import precision_policy
 
-FLOPS_PER_BYTE = {"cpu": 50.0, "cuda": 2000.0}
-"""What a device computes while one byte comes in from another rank, in round numbers: a core at 50 GFLOP/s with a
-loopback of 1 GB/s; a GPU that attains 400 TFLOP/s with 200 GB/s, between links and network. It decides only whether a
-placement is worth its exchange of weights."""
+EXPERT_FLOPS = {"cpu": 5e10, "cuda": 4e14}
+"""FLOP/s at which a device computes experts, in round numbers: of a core's fp32; half of what large products in bf16
+attain on an H100 (``autotune/specs/hardware.yaml``)."""
+LINK_BANDWIDTH = {"cpu": 1e9, "cuda": 1.5e11}
+"""Bytes/s of a rank to another where no topology was measured: the order of a loopback; the geometric mean of NVLink 4
+(450 GB/s) and a 400 Gbit/s network adapter, as of an H100."""
 
 
 def apply_placement(mixtures: Mapping[str, MixtureOfExperts], plan: Plan, context: ParallelContext) -> None:
@@ -37,9 +39,27 @@ def first_placement(layer: MixtureOfExperts, plan: Plan) -> Placement:
     return all_at_home(layer.moe.num_experts, plan.ep, plan.expert_replicas)
 
 
-def num_nodes(plan: Plan, ranks_per_node: int) -> int:
-    """Nodes that each expert-parallel group lies on; 1 where the groups do not lie on nodes in equal parts."""
-    nodes = axis_groups(plan)["ep"] // ranks_per_node
+def flops_per_byte(plan: Plan, context: ParallelContext) -> float:
+    """What a rank computes while one byte comes in from another of its expert-parallel group, by the slowest measured
+    link of any of these groups, so that all ranks get the same. It decides only whether a placement is worth its
+    exchange of weights."""
+    kind = context.device.type
+    if context.links is None:
+        return EXPERT_FLOPS[kind] / LINK_BANDWIDTH[kind]
+    links = [context.links.among(group).bandwidth for group in axis_groups(plan)["ep"].tolist()]
+    return EXPERT_FLOPS[kind] / min(float(found[~np.eye(plan.ep, dtype=bool)].min()) for found in links)
+
+
+def num_nodes(plan: Plan, ranks_per_node: int, numbers: np.ndarray | None = None) -> int:
+    """Nodes that each expert-parallel group lies on; 1 where the groups do not lie on nodes in equal parts.
+
+    Args:
+        plan: The plan.
+        ranks_per_node: Processes started on each node.
+        numbers: As what the process of each rank was started, [ranks]; None where that is the rank.
+    """
+    started = np.arange(plan.world_size) if numbers is None else numbers
+    nodes = started[axis_groups(plan)["ep"]] // ranks_per_node
     count = len(np.unique(nodes[0]))
     if plan.ep % count:
         return 1
@@ -74,10 +94,12 @@ class ExpertPlacer:
         self._layers = layers
         self._plan = plan
         self.watches = bool(plan.expert_placement_steps and layers)
-        bytes_per_weight = precision_policy(plan.precision).compute.itemsize
-        self.move_cost = move_cost(FLOPS_PER_BYTE[context.device.type], bytes_per_weight, num_micro_batches)
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
-        self._num_nodes = num_nodes(plan, ranks_per_node) if self.watches else 1
+        self.move_cost, self._num_nodes = 0.0, 1
+        if self.watches:
+            bytes_per_weight = precision_policy(plan.precision).compute.itemsize
+            self.move_cost = move_cost(flops_per_byte(plan, context), bytes_per_weight, num_micro_batches)
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
+            self._num_nodes = num_nodes(plan, ranks_per_node, context.numbers)
         num_experts = max((layer.moe.num_experts for layer in layers.values()), default=0)
         self._loads = torch.zeros(len(layers), 3, num_experts, dtype=torch.float64)
         """Of each layer: level and trend of its forecast, and the load that its placement was made for."""

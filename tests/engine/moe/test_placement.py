@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.context import ParallelContext
 from engine.moe.placement import LoadForecast, Placement, all_at_home, home_ranks, move_cost, place
-from engine.moe.placer import num_nodes
+from engine.moe.placer import EXPERT_FLOPS, flops_per_byte, num_nodes
 from engine.plan import Plan
+from engine.topology import Links
 
 pytestmark = pytest.mark.unit
 
@@ -159,6 +162,19 @@ def test_nodes_count_where_every_group_lies_on_them_in_equal_parts(
     plan: dict[str, int], ranks_per_node: int, expected: int
 ) -> None:
     assert num_nodes(Plan(**plan), ranks_per_node) == expected
+
+
+def test_nodes_are_those_of_the_processes_where_ranks_were_placed() -> None:
+    plan = Plan(dp_shard=4, ep=4)
+    assert num_nodes(plan, 2, np.array([2, 3, 0, 1])) == 2
+    assert num_nodes(plan, 2, np.array([0, 2, 1, 3])) == 1
+
+
+def test_moves_are_weighed_by_the_slowest_measured_link_of_any_group() -> None:
+    plan, bandwidth = Plan(dp_shard=4, ep=2), np.full((4, 4), 8e9)
+    bandwidth[3, 2], bandwidth[1, 2] = 2e9, 1e3  # the second is between groups
+    contexts = [ParallelContext(plan, torch.device("cpu"), rank, links=Links(bandwidth, bandwidth)) for rank in (0, 3)]
+    assert [flops_per_byte(plan, context) for context in contexts] == [EXPERT_FLOPS["cpu"] / 2e9] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------- forecast

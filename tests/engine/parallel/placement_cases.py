@@ -41,7 +41,7 @@ def placed_freely() -> Iterator[list[Placement]]:
 
     with (
         mock.patch.object(placer, "all_at_home", shuffled),
-        mock.patch.dict(placer.FLOPS_PER_BYTE, {"cpu": 0.0}),
+        mock.patch.dict(placer.EXPERT_FLOPS, {"cpu": 0.0}),
         mock.patch.object(ExpertSlots, "put", note),
     ):
         yield seen
