@@ -13,8 +13,11 @@ reference manual, tables of character sets), whose shares of the batch are uneve
 * A real run on two expert-parallel ranks without and with placement: CPU time of the experts' forward passes by rank,
   and the loss beside that of one process.
 
+The model, the drift of the texts and the strengths of balancing were chosen after looking at runs of seed 0; the other
+seeds are fresh.
+
 Writes ``benchmarks/results/moe_balance.json``. Finished runs are kept in the folder: started again, it goes on where it
-was.
+was. They are of the sources of that time: after a change of the engine or of this file, give another folder.
 """
 
 from __future__ import annotations
@@ -360,8 +363,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Balance of experts and ranks, and its cost in loss.")
     parser.add_argument("--seeds", type=int, choices=range(2, 11), default=3)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/moe_balance"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/benchmarks/moe_balance"), help="finished runs, of the same sources"
+    )
     options = parser.parse_args()
+    if options.steps <= WARMUP_STEPS:
+        parser.error(f"--steps: more than the {WARMUP_STEPS} of the warm-up")
     os.environ["OMP_NUM_THREADS"] = "1"
     jobs = [(name, seed) for seed in range(options.seeds) for name in SETTINGS]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
@@ -386,12 +393,14 @@ def main() -> int:
     lines = [
         f"Expert loads of single steps ({LENGTH * BATCH * CHOSEN} assignments to {EXPERTS} experts, 2 layers), steps"
         f" {WARMUP_STEPS} to {options.steps}, {options.seeds} seeds. A router that chose at random would show mean/max"
-        f" {floor:.3f}. Differences of loss are between runs of the same seed, with their standard error.",
+        f" {floor:.3f}. Differences of loss are between runs of the same seed, with their standard error."
+        " Model, drift and strengths were chosen after looking at seed 0.",
         "",
         *expert_lines,
         "",
         f"Rank loads of the same steps: experts placed anew every {PLAN_STEPS} steps by forecast of their load, with"
-        " further copies of the busiest; the cost of moving weights is left out of these plans.",
+        f" further copies of the busiest; the cost of moving weights is left out of these plans. *{balanced}* is shown"
+        " for having the evenest experts above.",
         "",
         *rank_lines,
         "",

@@ -6,7 +6,7 @@ Real processes run the engine's pipeline over gloo. A stage sleeps for given tim
 halves of its backward pass (gradients of inputs, gradients of weights), so nothing else costs time but sends of a few
 bytes and torch's own work between them. Theory is the makespan of the schedule's action list with these times
 (``autotune.cost.replay``). The first stage has no inputs that need gradients: torch makes its whole backward pass in
-the second half, and theory has it there too.
+the second half, and theory has it there too. Takes about four minutes, for which the machine should be quiet.
 
 Writes ``benchmarks/results/pipeline_bubble.json``.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import socket
 import statistics
 import time
@@ -206,7 +207,8 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     lines = [
         "Idle is what the busiest rank does not work, of the whole step. The stages take equal times, or the last one"
-        " half as much again.",
+        " half as much again. In theory as in torch, stage 0 makes its whole backward pass with the gradients of"
+        " weights where a schedule splits it: its inputs need none.",
         "",
         "| schedule | ranks | micro-batches | last stage | measured s | theory s | ratio | idle % | in theory % |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -230,7 +232,7 @@ def main() -> int:
     write_json(RESULT, {
         "title": "Idle time of pipeline schedules",
         "setup": f"stages that sleep {PASS_SECONDS * 1000:.0f} ms a pass and rank, the shortest of {REPEATS} steps;"
-        " processes over gloo on 2 cores shared with other work",
+        f" processes over gloo on {os.cpu_count()} cores",
         "lines": lines, "rows": rows,
     })  # fmt: skip
     return 0
