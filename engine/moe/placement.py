@@ -149,7 +149,7 @@ def place(
         num_ranks: Ranks along ``ep``; divides E and E + R.
         num_replicas: Further copies, at most ``E * (num_ranks - 1)``.
         num_nodes: Nodes that these ranks lie on, equally many on each in order. Where it does not divide the groups
-            and the replicas, they count as one.
+            and the replicas, or where a node has no room for its replicas on different ranks, they count as one.
         num_groups: Groups of the router, or 1.
         move_cost: What an expert away from home costs, in assignments.
     """
@@ -157,7 +157,8 @@ def place(
     # Experts without load tie: the little added makes their replicas go round.
     load = load + max(float(load.mean()), 1.0) * 1e-9
     num_items = num_groups if num_groups > 1 else num_experts
-    if num_items % num_nodes or num_replicas % num_nodes:
+    most = num_experts * (num_ranks // num_nodes - 1)
+    if num_items % num_nodes or num_replicas % num_nodes or num_replicas > most:
         num_nodes = 1
     ranks_per_node = num_ranks // num_nodes
     group_size = num_experts // num_items

@@ -164,6 +164,10 @@ def test_nodes_count_where_every_group_lies_on_them_in_equal_parts(
     assert num_nodes(Plan(**plan), ranks_per_node) == expected
 
 
+def test_replicas_that_a_node_has_no_room_for_go_over_all_ranks() -> None:
+    assert place(np.ones(4), 4, 8, num_nodes=2).num_copies.tolist() == [3, 3, 3, 3]
+
+
 def test_nodes_are_those_of_the_processes_where_ranks_were_placed() -> None:
     plan = Plan(dp_shard=4, ep=4)
     assert num_nodes(plan, 2, np.array([2, 3, 0, 1])) == 2
