@@ -39,6 +39,10 @@ SCHEDULES: dict[str, Any] = {
 }
 """torch's schedule by the word in Plan. The first two take one stage, the others a list of stages."""
 
+EVALUATED_AT_ONCE = 4
+"""Micro-batches for each pipeline rank that an evaluation has room for: enough to keep the ranks busy, whatever the
+batch."""
+
 
 class PipelineRunner:
     """Runs this rank's stages on every micro-batch of its data-parallel rank.
@@ -118,14 +122,21 @@ class PipelineRunner:
         return self._total(losses)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """See ``Runner``. Forward passes alone need no schedule: a stage takes all micro-batches, then the next one of
-        this rank does. Any number of sequences will do.
+        """See ``Runner``. Any number of sequences will do.
 
         Raises:
             RunFailure: As ``train``.
         """
-        size = self.micro_batch_size
+        size, at_once = self.micro_batch_size, EVALUATED_AT_ONCE * self._context.plan.pp
         micro_batches = list(zip(tokens.split(size), labels.split(size), strict=True))
+        losses: list[Tensor] = []
+        for first in range(0, len(micro_batches), at_once):
+            losses += self._forward(first, micro_batches[first : first + at_once])
+        return self._total(losses)
+
+    def _forward(self, first: int, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Losses of some micro-batches, the first of them with the number ``first``. Forward passes alone need no
+        schedule: a stage takes all of them, then the next one of this rank does."""
         losses: list[Tensor] = []
         sends: list[dist.Work] = []
         handed_on: list[Tensor] = []
@@ -134,7 +145,7 @@ class PipelineRunner:
             for part in self._parts:
                 arrivals = self._arrivals(part, [len(some) for some, _ in micro_batches], handed_on)
                 handed_on = []
-                for number, (some_tokens, some_labels) in enumerate(micro_batches):
+                for number, (some_tokens, some_labels) in enumerate(micro_batches, first):
                     where = f"stage {part.stage} waited for the forward of micro-batch {number} of an evaluation"
                     output = part(some_tokens if part.takes_tokens else next(arrivals))
                     if part.head is not None:
@@ -146,7 +157,7 @@ class PipelineRunner:
             where = f"stage {self._parts[-1].stage} waited for what it had sent in an evaluation to be taken"
             for work in sends:
                 work.wait()
-        return self._total(losses)
+        return losses
 
     def _arrivals(self, part: Decoder, sizes: Sequence[int], handed_on: Sequence[Tensor]) -> Iterator[Tensor]:
         """The inputs of a stage, of so many sequences each, as they come in; room for all is made at once."""
