@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.config import RunConfig, RuntimeOptions
 from engine.context import ParallelContext, open_context
 from engine.models.loss import IGNORED
-from engine.parallel.shards import gather, local
+from engine.parallel.shards import gather
 from engine.plan import Plan
 from engine.spec import Hyperparameters, ModelSpec, Workload
 from engine.step import Stepper
@@ -163,40 +163,6 @@ def train(
 def _whole_gradients(stepper: Stepper) -> dict[str, Tensor]:
     named = [item for part in stepper.parts for item in part.named_parameters()]
     return {fqn: gather(parameter.grad).clone() for fqn, parameter in named if parameter.grad is not None}
-
-
-def overflow_on_last_rank(config: RunConfig) -> dict[str, Any]:
-    """Make a gradient infinite on the last rank alone, and tell whether every rank skipped, kept every bit of its state
-    and goes on afterwards."""
-    stepper = build(config)
-    context = stepper.context
-    stepper.train_step(*batch(0, context), LEARNING_RATE)
-    before = _local_state(stepper)
-    runner_train = stepper._runner.train
-
-    def train_and_overflow(tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
-        loss = runner_train(tokens, labels, scale)
-        if context.rank == context.world_size - 1:
-            gradients = (
-                local(p.grad) for part in stepper.parts for p in part.parameters() if p.grad is not None and p.ndim > 1
-            )
-            next(gradient for gradient in gradients if gradient.numel()).fill_(float("inf"))
-        return loss
-
-    stepper._runner.train = train_and_overflow  # type: ignore[method-assign]
-    result = stepper.train_step(*batch(1, context), LEARNING_RATE)
-    stepper._runner.train = runner_train  # type: ignore[method-assign]
-    same = all(torch.equal(tensor, before[name]) for name, tensor in _local_state(stepper).items())
-    return {
-        "skipped": context.all_agree(result.skipped and result.grad_norm is None),
-        "unchanged": context.all_agree(same),
-        "goes_on": context.all_agree(not stepper.train_step(*batch(1, context), LEARNING_RATE).skipped),
-    }
-
-
-def _local_state(stepper: Stepper) -> dict[str, Tensor]:
-    state = stepper.state_dict()
-    return {f"{section}.{name}": local(t).clone() for section in state for name, t in state[section].items()}
 
 
 def dropout_draws(config: RunConfig) -> dict[str, Any]:

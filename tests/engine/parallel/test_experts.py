@@ -41,7 +41,6 @@ def experts(name: str, plan: dict[str, Any], model: str, function: str = "train"
 
 
 EQUAL_TWO = [
-    experts("ep2", EP2, DEEPSEEK),
     experts("ep2-zero2-recompute", EP2 | {"zero_stage": 2, **FULL}, GPT_OSS),
     experts("etp2", ETP2, GPT_OSS),
     experts("ep2-in-tp2", {"tp": 2, "ep": 2}, DEEPSEEK),
@@ -49,11 +48,9 @@ EQUAL_TWO = [
 ]
 EQUAL_FOUR = [
     experts("ep4-recompute", {"dp_shard": 4, "ep": 4, "micro_batch_size": 1, **FULL}, DEEPSEEK),
-    experts("ep2-dp2", {"dp_shard": 4, "ep": 2, "micro_batch_size": 1}, GPT_OSS),
     experts("ep2-etp2-sp-recompute", EP2 | ETP2 | SP | FULL, GPT_OSS),
     experts("ep2-tp2", EP2 | {"tp": 2}, DEEPSEEK),
     experts("ep4-tp2-sp", {"dp_shard": 2, "tp": 2, "ep": 4, **SP}, GPT_OSS),
-    experts("ep2-pp2", EP2 | {"pp": 2}, DEEPSEEK),
     experts("ep2-cp2", {"dp_shard": 2, "cp": 2, "ep": 2, **FULL}, DEEPSEEK),
     experts(
         "ep2-split-backward",
@@ -71,8 +68,6 @@ EXCHANGED = [
     Case("exchanged", EP2, "moe-all", "expert_cases:exchanged", hyperparameters=SGD),
     Case("exchanged-recompute", EP2 | FULL, "moe-all", "expert_cases:exchanged", hyperparameters=SGD),
 ]
-CLIPPED = Case("clipped", EP2, DEEPSEEK, hyperparameters={"clip_norm": 0.5, "weight_decay": 0.1, **LOSSES})
-OVERFLOW = experts("overflow", EP2, DEEPSEEK, "overflow_on_last_rank")
 SAVED = experts("saved", EP2, DEEPSEEK, last_step=2, save="by-ep2")
 RESUMED = [
     experts("resumed-by-etp2", ETP2, DEEPSEEK, first_step=2, load="by-ep2"),
@@ -80,7 +75,7 @@ RESUMED = [
 ]
 BF16 = experts("bf16", EP2 | {"precision": "bf16"}, DEEPSEEK)
 WORLDS = {
-    2: [*EQUAL_TWO, *BALANCE, IDLE, *EXCHANGED, CLIPPED, OVERFLOW, SAVED, RESUMED[0], BF16],
+    2: [*EQUAL_TWO, *BALANCE, IDLE, *EXCHANGED, SAVED, RESUMED[0], BF16],
     4: [*EQUAL_FOUR, BALANCE_FOUR, RESUMED[1]],
 }
 
@@ -142,18 +137,6 @@ def test_rows_cross_twice_in_each_direction(case: Case, results: Results) -> Non
     calls = spec.num_layers * num_micro_batches * (crossings + 1)
     num_bytes = spec.num_layers * num_micro_batches * (crossings * rows_bytes + spec.moe.num_experts * 8)
     assert results(case)["ranks"] == [[(calls, num_bytes)]] * 2
-
-
-def test_clipping_uses_one_norm_over_all_experts(results: Results) -> None:
-    whole = expected(CLIPPED)
-    assert float(whole["grad_norms"].min()) > CLIPPED.hyperparameters["clip_norm"]
-    # AdamW divides by the square root of tiny second moments, which magnifies the last bits.
-    difference = largest_difference(results(CLIPPED), whole, EVERYTHING)
-    assert difference.ratio <= 1e-8, difference
-
-
-def test_overflow_in_one_expert_skips_the_step_on_all_ranks(results: Results) -> None:
-    assert results(OVERFLOW) == {"skipped": True, "unchanged": True, "goes_on": True}
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)
