@@ -44,7 +44,7 @@ def run_cases(cases: list[Case], world_size: int, folder: Path, worker: str = "t
     with (folder / f"world{world_size}.log").open("w") as log:
         ranks = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     try:
-        ranks.wait(timeout=240)
+        ranks.wait(timeout=600)  # a machine may be busy with other things
     finally:
         with suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
