@@ -31,7 +31,7 @@ CASES = [
         ("zero3-of-4", {"dp_shard": 4, "micro_batch_size": 1}, "gpt2"),
         ("zero1-tp2", {"dp_shard": 2, "tp": 2, "zero_stage": 1}, "llama"),
         ("hybrid", {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}, "llama"),
-        ("dp2-tied-pp2", {"dp_replicate": 2, "pp": 2, "schedule": "gpipe"}, "llama-tied"),
+        ("dp2-tied-pp2", {"dp_replicate": 2, "pp": 2, "schedule": "gpipe", "micro_batch_size": 2}, "llama-tied"),
         ("zero2-zbv", {"dp_shard": 2, "zero_stage": 2, "schedule": "zbv", **VPP}, "matrix-dense"),
         ("tp2-interleaved", {"tp": 2, "schedule": "interleaved_1f1b", **VPP}, "matrix-dense"),
         ("zero3-dualpipev", {"dp_shard": 2, "schedule": "dualpipev", **VPP}, "matrix-dense"),
