@@ -60,7 +60,7 @@ _MODEL_RULES = (
         "mtp",
         "there are no multi-token-prediction layers",
         lambda m: f"multi-token prediction (num_mtp_layers {m.num_mtp_layers})" if m.num_mtp_layers else "",
-        "set model.num_mtp_layers to 0",
+        "set model.num_mtp_layers to 0; where model is a config.json: num_nextn_predict_layers to 0 there",
     ),
 )
 

@@ -291,7 +291,8 @@ _OTHER_RULES = (
         lambda c, t: (t["dp"] * t["cp"] * t["tp"]) % (t["ep"] * t["etp"]) != 0,
         lambda c, r: (
             f"ep {r.ep} * etp {r.etp} does not divide dp {r.dp} * cp {r.cp} * tp {r.tp} = {r.dp * r.cp * r.tp}",
-            f"set ep * etp to {near_divisor(r.dp * r.cp * r.tp, r.ep * r.etp)}",
+            f"set ep * etp to {near_divisor(r.dp * r.cp * r.tp, r.ep * r.etp)}, or raise dp_shard, cp or tp until"
+            f" dp * cp * tp is a multiple of {r.ep * r.etp}",
         ),
     ),
     _expert_rule(

@@ -275,6 +275,19 @@ def run(plan: dict[str, Any], batch: int = 48) -> RunConfig:
     )
 
 
+@pytest.mark.parametrize(
+    ("rule", "plan", "model", "part"),
+    [
+        ("ep.degrees", {"ep": 2}, {"moe": MOE}, "or raise dp_shard, cp or tp until dp * cp * tp is a multiple of 2"),
+        ("engine.mtp", {}, {"num_mtp_layers": 1}, "num_nextn_predict_layers to 0"),
+    ],
+)
+def test_a_hint_offers_what_the_user_can_set(rule: str, plan: dict[str, Any], model: dict[str, Any], part: str) -> None:
+    case = Case(rule, plan, model)
+    assert rule in case.broken()
+    assert part in explain_row(rule, case.context, plan_table([case.row]), 0)[1]
+
+
 def test_check_run_lets_a_legal_run_through() -> None:
     check_run(run({"tp": 2, "dp_shard": 2}), num_devices=4)
 
