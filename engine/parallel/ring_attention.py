@@ -105,7 +105,7 @@ class AllGather:
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """See ``Exchange``."""
         gathered = own.new_empty(self._size, *own.shape)
-        work = dist.all_gather_into_tensor(gathered, own[None], group=self._group, async_op=True)
+        work = dist.all_gather_single(gathered, own[None], group=self._group, async_op=True)
         yield self._rank, own
         work.wait()
         for step in range(1, self._size):
@@ -117,7 +117,7 @@ class AllGather:
         found = list(shares)
         by_owner = torch.stack([found[(self._rank - owner) % self._size] for owner in range(self._size)])
         home = torch.empty_like(by_owner[:1])
-        dist.reduce_scatter_tensor(home, by_owner, group=self._group)
+        dist.reduce_scatter_single(home, by_owner, group=self._group)
         return home[0]
 
 
