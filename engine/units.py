@@ -133,8 +133,12 @@ def parse_batch(text: str | int, sequence_length: int, *, multiple_of: int = 1) 
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Memory in GiB, or in MiB below 0.1 GiB."""
-    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+    """Memory in GiB, in MiB below 0.1 GiB, in KiB below 0.1 MiB."""
+    if abs(num_bytes) >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if abs(num_bytes) >= 0.1 * 2**20 or not num_bytes:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 def format_count(value: float) -> str:
