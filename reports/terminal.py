@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,9 @@ from reports.info import get_axes, get_summary, parameter_text, searched_paramet
 
 PLAN_PREFIX = "plan."
 """Searched values that the plan's description already tells."""
+
+SETTING_WIDTH = 23
+"""Characters that the settings have beside three objectives in a terminal of 80 columns."""
 
 
 def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
@@ -32,7 +37,7 @@ def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("Trial", justify="right", no_wrap=True)
     table.add_column("Plan", overflow="fold")
-    table.add_column("Hyperparameters", overflow="fold", min_width=23)
+    table.add_column("Hyperparameters", overflow="fold", min_width=SETTING_WIDTH)
     axes = get_axes(snapshot)
     for axis in axes:  # one word a line: three objectives and the settings fit into 80 columns
         words = axis.label.replace(" ", "\n")
@@ -72,4 +77,15 @@ def _selection(ordered: list[TrialRow], knee: TrialRow | None, most: int) -> lis
 
 
 def _settings(trial: TrialRow, names: list[str]) -> str:
-    return " ".join(f"{name.rpartition('.')[2]}={parameter_text(trial.parameters.get(name))}" for name in names)
+    told = (f"{name.rpartition('.')[2]}={parameter_text(trial.parameters.get(name))}" for name in names)
+    return " ".join("\n".join(_folded(setting)) for setting in told)
+
+
+def _folded(setting: str) -> list[str]:
+    """Lines of a long setting, broken after an underscore."""
+    lines = [""]
+    for part in re.findall(r"[^_]*_|[^_]+", setting):
+        if lines[-1] and len(lines[-1] + part) > SETTING_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return lines

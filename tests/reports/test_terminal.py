@@ -1,6 +1,7 @@
 """The front as a table of text."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -27,6 +28,15 @@ def test_three_objectives_fit_into_80_columns():
     lines = printed(make_snapshot(40), width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
+
+
+def test_long_names_of_settings_are_broken_after_an_underscore():
+    snapshot = make_snapshot(9)
+    name = "hyperparameters.router_aux_loss_coefficient"
+    trials = [replace(trial, parameters=trial.parameters | {name: 0.01}) for trial in snapshot.trials]
+    lines = printed(replace(snapshot, trials=trials), width=80).splitlines()
+    assert any("router_aux_loss_ " in line for line in lines)
+    assert any("coefficient=0.01" in line for line in lines)
 
 
 def test_a_long_front_is_cut_but_keeps_the_knee():
