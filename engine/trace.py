@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.config import load_run
@@ -37,8 +37,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def trace_file(path: Path, rank: int) -> tuple[RankTrace, list[str]]:
+def trace_file(path: Path, rank: int, tell: Callable[[str], None] = lambda words: None) -> tuple[RankTrace, list[str]]:
     """Dry-run one rank of a run file; also what there is to say of the file: notes, and the stages of a pipeline.
+
+    Args:
+        path: The run file.
+        rank: Of the plan's ranks.
+        tell: Called with what begins now, for people who wait.
 
     Raises:
         UserError: The run breaks a rule, or has no such rank.
@@ -51,7 +56,7 @@ def trace_file(path: Path, rank: int) -> tuple[RankTrace, list[str]]:
 
     from engine.trace_run import trace_rank
 
-    return trace_rank(config, rank), notes
+    return trace_rank(config, rank, tell), notes
 
 
 def describe(trace: RankTrace) -> str:
@@ -71,12 +76,17 @@ def describe(trace: RankTrace) -> str:
     return "\n".join(lines)
 
 
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; the exit code."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore")
     try:
-        trace, notes = trace_file(arguments.run, arguments.rank)
+        tell = (lambda words: None) if arguments.json else _tell
+        trace, notes = trace_file(arguments.run, arguments.rank, tell)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE

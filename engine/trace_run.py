@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from engine.trace_memory import OwnedStorageTracker, kept, owners_of
 from engine.traced import MemoryPart, RankTrace
 
 
-def trace_rank(config: RunConfig, rank: int) -> RankTrace:
+def trace_rank(config: RunConfig, rank: int, tell: Callable[[str], None] = lambda words: None) -> RankTrace:
     """Dry-run one rank of a run in a process group of its own, which sends nothing.
 
     Once in the life of a process: torch remembers groups by name in what it has worked out for tensors.
@@ -37,6 +37,7 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
     Args:
         config: A run that passed ``engine.rules.check_run``.
         rank: Of the plan's ranks.
+        tell: Called with what begins now, for people who wait.
 
     Raises:
         UserError: There is no such rank.
@@ -50,8 +51,9 @@ def trace_rank(config: RunConfig, rank: int) -> RankTrace:
         distributed.init_process_group("fake", rank=rank, world_size=plan.world_size)
     try:
         with pipelines_without_handshake(), shapes_inferred_aside():
+            tell(f"building rank {rank} of {plan.world_size}")
             context = open_context(plan, config.runtime, has_experts=config.model.moe is not None)
-            return DryRun(config, context).trace()
+            return DryRun(config, context, tell).trace()
     finally:
         if not alone:
             distributed.destroy_process_group()
@@ -100,10 +102,12 @@ class DryRun:
     Args:
         config: The run.
         context: The rank's place.
+        tell: Called with what begins now.
     """
 
-    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+    def __init__(self, config: RunConfig, context: ParallelContext, tell: Callable[[str], None]) -> None:
         self._config = config
+        self._tell = tell
         self._context = ValuelessContext(context.plan, context.device, context.rank, context.local_rank, context.groups)
         for axes in (DENSE_AXES, EXPERT_AXES):
             self._context.submesh(*axes)  # made now: the ranks in a mesh are values
@@ -146,12 +150,16 @@ class DryRun:
         """Look at a step after the first: the first makes what later ones find (tables of positions, buffers of a
         stage)."""
         stepper, batch = self._start(num_micro_batches)
+        of = f"of 3 with {num_micro_batches} micro-batches"
+        self._tell(f"step 1 {of}")
         self._step(stepper, batch)
         with undisturbed():
+            self._tell(f"step 2 {of}: collectives and peak memory")
             tracker = self._tracker(stepper, None)
             with CollectiveCounter(self._context) as counter, tracker:
                 tracker.track(kept(stepper, batch))
                 self._step(stepper, batch)
+            self._tell(f"step 3 {of}: what the peak consists of")
             look = self._tracker(stepper, tracker.peak_event)
             with look:
                 look.track(kept(stepper, batch))
