@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.schema import parse
-from engine.spec import ModelSpec
+from engine.spec import SWIGLU_LIMIT, ModelSpec
 from engine.yaml_file import parse_yaml, read_text
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (None, True),
     "clip_qkv": (None,),
     "swiglu_alpha": (1.702,),
-    "swiglu_limit": (7.0,),
+    "swiglu_limit": (SWIGLU_LIMIT,),
 }
 """Keys that change nothing at these values; at any other the same weights would compute something else."""
 

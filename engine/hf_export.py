@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UserError
 from engine.hf_config import ARCHITECTURES, read_hf_config
-from engine.spec import ModelSpec
+from engine.spec import SWIGLU_LIMIT, ModelSpec
 
 
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
@@ -132,6 +132,8 @@ def _write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
     if spec.moe is not None:
         # Scores are always sigmoid with a selection bias there: another router is not written, and so found lost.
         data |= {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
             "moe_intermediate_size": spec.moe.ffn_size,
             "n_routed_experts": spec.moe.num_experts,
             "n_shared_experts": spec.moe.shared_ffn_size // spec.moe.ffn_size,
@@ -162,6 +164,7 @@ def _write_gpt2(spec: ModelSpec) -> dict[str, Any]:
 def _write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
     data = _write_decoder(spec) | _write_window(spec) | {"attention_bias": spec.qkv_bias}
     data["hidden_act"] = "silu"  # the clamped form is the family's own
+    data["swiglu_limit"] = SWIGLU_LIMIT
     if spec.rope_scaling is None:
         data["rope_scaling"] = {"rope_type": "default"}  # null would be the family's own scaling
     if spec.moe is not None:
@@ -169,6 +172,7 @@ def _write_gpt_oss(spec: ModelSpec) -> dict[str, Any]:
             "intermediate_size": spec.moe.ffn_size,
             "num_local_experts": spec.moe.num_experts,
             "num_experts_per_tok": spec.moe.experts_per_token,
+            "experts_per_token": spec.moe.experts_per_token,  # OpenAI's own name of it
         }
     return data
 

@@ -16,6 +16,9 @@ CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+SWIGLU_LIMIT = 7.0
+"""Where ``clamped_swiglu`` cuts its gate and its other half."""
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=128)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.precision.linear import linear
 from engine.precision.policy import wide
-from engine.spec import ModelSpec
+from engine.spec import SWIGLU_LIMIT, ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -26,15 +26,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Activations of one argument, by the name in ModelSpec."""
 
-_SWIGLU_LIMIT = 7.0
 _SWIGLU_SLOPE = 1.702
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gpt-oss's gated activation: ``gate · sigmoid(1.702 · gate) · (up + 1)`` with the gate at most 7 and ``up`` within
     ±7."""
-    gate = gate.clamp(max=_SWIGLU_LIMIT)
-    return gate * torch.sigmoid(_SWIGLU_SLOPE * gate) * (up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    return gate * torch.sigmoid(_SWIGLU_SLOPE * gate) * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
 
 
 def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -127,6 +127,18 @@ def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
     assert built_parameters(data) == parameter_counts(spec).total
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+        ("gpt_oss", {"swiglu_limit": 7.0, "experts_per_token": 2}),
+    ],
+)
+def test_keys_that_other_tools_read_are_written(name: str, keys: dict[str, Any]) -> None:
+    spec, _ = read_hf_config(TINY[name], "a.json")
+    assert keys.items() <= to_hf_config(spec).items()
+
+
 def test_window_and_its_layers_survive_the_way_there_and_back() -> None:
     data = {"model_type": "qwen2", **SIZES, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     spec, _ = read_hf_config(data, "a.json")
