@@ -94,7 +94,7 @@ def explain(
             continue  # it is there, misspelt
         full = (*path, *problem["loc"])
         first_path = first_path or full
-        name = ".".join(str(part) for part in full) or schema.__name__
+        name = ".".join(str(part) for part in full)
         if problem["type"] == "extra_forbidden":
             allowed = _fields_at(schema, problem["loc"][:-1])
             close = _nearest(problem["loc"], schema)
@@ -109,7 +109,7 @@ def explain(
             reason = reason.replace("a valid tuple", "a list")
             wanted = reason if problem["type"] == "value_error" else f"must be {reason}"
             given = "" if isinstance(problem["input"], Mapping | BaseModel) else f", got {problem['input']!r}"
-            messages.append(f"'{name}': {wanted}{given}")
+            messages.append((f"'{name}': " if name else "") + wanted + given)
             if problem["type"] == "bool_type":
                 hints.append("write true or false (YAML 1.2: on, off, yes and no are plain words)")
     return UserError(

@@ -72,6 +72,11 @@ def test_mistakes_are_told_with_what_was_given_and_what_is_allowed(change: dict,
     assert hint in str(error.value.hint)
 
 
+def test_a_check_of_the_whole_file_names_no_class() -> None:
+    with pytest.raises(UserError, match=r"^hyperparameters\.router_z_loss_coefficient is for mixtures of experts"):
+        make_run(hyperparameters={"router_z_loss_coefficient": 0.1})
+
+
 def test_the_line_of_a_wrong_value_is_named() -> None:
     document = parse_yaml("sequence_length: 64\ntotal_tokens: -5\n", "w.yaml")
     with pytest.raises(UserError) as error:
