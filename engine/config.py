@@ -82,7 +82,8 @@ class RuntimeOptions(Schema):
     measure_warmup_steps: CountOrZero = 2
     """First steps of a process that are left out when its speed is measured."""
     measure_memory: bool = True
-    """Track live tensor storages in one untimed step (device cpu), for the peak memory figure."""
+    """Track live tensor storages in the second step of a process (device cpu), for the peak memory figure. That step
+    takes several times as long and never counts as speed."""
     diverged_above: Positive | None = None
     """End as diverged when the smoothed training loss stays above this; null for the loss at the start plus one nat."""
     max_skipped_steps: Count = 20

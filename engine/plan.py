@@ -45,7 +45,7 @@ class Plan(Schema):
     """Pipeline stages per rank."""
     layers_per_stage: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
     """Layers of each stage in order; null splits evenly, the remainder to the first stages. A run file may say
-    by_cost: the largest cost is made smallest, embedding, head and loss counted."""
+    by_cost: the busiest rank gets as little work as possible, embedding, head, loss and recompute counted."""
     micro_batch_size: Count = 1
     """Sequences per micro-batch and data-parallel rank."""
     zero_stage: Literal[0, 1, 2, 3] = 3
@@ -56,15 +56,16 @@ class Plan(Schema):
     vocab_parallel: bool = True
     """Split the embedding and the head over the vocabulary. Without effect at tp = 1."""
     recompute: Literal["none", "full", "selective", "every_k"] = "none"
-    """Which activations are recomputed in the backward pass."""
+    """Which activations are recomputed in the backward pass: none, every layer's, or those of one layer in
+    ``recompute_period``. Selective (attention's alone) is planned only: this engine does not build it yet."""
     recompute_period: Count = 1
     """For every_k: one layer in so many is recomputed."""
     offload_parameters_ratio: Ratio = 0.0
-    """Share of the parameters kept in host memory."""
+    """Share of the parameters kept in host memory. Above 0 is planned only: this engine does not build it yet."""
     offload_optimizer_ratio: Ratio = 0.0
-    """Share of the optimizer states kept in host memory."""
+    """Share of the optimizer states kept in host memory. Above 0 is planned only: this engine does not build it yet."""
     offload_activations_ratio: Ratio = 0.0
-    """Share of the saved activations kept in host memory."""
+    """Share of the saved activations kept in host memory. Above 0 is planned only: this engine does not build it yet."""
     cp_attention: KeyExchange = "ring"
     """How context-parallel ranks see each other's keys and values: passed around a ring, or gathered. No effect at
     cp = 1."""
@@ -78,15 +79,16 @@ class Plan(Schema):
     all_reduce: Literal["native", "topology"] = "native"
     """How gradients of replicated parameters are summed: by the backend, or along paths that fit the measured links."""
     precision: Precision = "fp32"
-    """Matrix-multiply precision; parameters, norms, reductions and states are at least fp32."""
+    """Matrix-multiply precision; parameters, norms, reductions and states are at least fp32. fp16 and fp8 are
+    planned only: this engine does not build it yet."""
     gradient_compression: Literal["none", "int8", "topk", "int8_topk", "powersgd"] = "none"
-    """Compression of gradients on the wire."""
+    """Compression of gradients on the wire. All but none is planned only: this engine does not build it yet."""
     overlap_dp: bool = True
     """Overlap data-parallel communication with compute."""
     overlap_tp: bool = False
-    """Overlap tensor-parallel communication with compute."""
+    """Overlap tensor-parallel communication with compute; true is planned only: this engine does not build it yet."""
     overlap_pp: bool = True
-    """Overlap pipeline sends with compute."""
+    """Overlap pipeline sends with compute; false is planned only: this engine always does."""
     rank_order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp", "tp-pp-cp-dp"] = "tp-cp-dp-pp"
     """Mesh axes from the fastest-varying rank to the slowest."""
 

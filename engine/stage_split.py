@@ -1,6 +1,6 @@
 """Which rank holds a pipeline stage, and layers of each stage by what they cost, embedding, head and loss counted.
 
-A step through a pipeline takes as long as its busiest rank, so the largest cost is made as small as it can be. Costs
+A step through a pipeline takes as long as its busiest rank, so that rank's cost is made as small as it can be. Costs
 are FLOPs of training on one token (``engine.flops``), with what recompute adds. Embedding and loss have no matrix
 products; they count with one FLOP for each element that is added or goes through a function.
 """
