@@ -65,7 +65,7 @@ class Plan(Schema):
     offload_optimizer_ratio: Ratio = 0.0
     """Share of the optimizer states kept in host memory. Above 0 is planned only: this engine does not build it yet."""
     offload_activations_ratio: Ratio = 0.0
-    """Share of the saved activations kept in host memory. Above 0 is planned only: this engine does not build it yet."""
+    """Share of saved activations kept in host memory. Above 0 is planned only: this engine does not build it yet."""
     cp_attention: KeyExchange = "ring"
     """How context-parallel ranks see each other's keys and values: passed around a ring, or gathered. No effect at
     cp = 1."""
