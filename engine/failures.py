@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 
 from engine.errors import UserError
@@ -38,6 +39,8 @@ class Interrupted(BaseException):
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 _TIMED_OUT = ("timed out", "timeout")
 _LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+"""Where in gloo's sources an error arose."""
 _COMMUNICATION = ("gloo", "nccl", "collective", "recv", "send", "store", "wait", "barrier", "socket", "operation")
 
 
@@ -57,7 +60,7 @@ def communication_failure(error: BaseException) -> tuple[OutcomeKind, str] | Non
     which its own rank reports if it can, and which this effect must not outweigh.
     """
     for cause in _causes(error):
-        if isinstance(cause, RuntimeError) and any(part in str(cause).lower() for part in _LOST_PEER):
+        if _is_lost_peer(cause):
             return "infra", describe(cause)
         kind = _kind_of(cause)
         if kind is not None:
@@ -65,10 +68,25 @@ def communication_failure(error: BaseException) -> tuple[OutcomeKind, str] | Non
     return None
 
 
+def has_lost_peer(error: BaseException) -> bool:
+    """Whether ``error``, or what it was caused by, means that another process is gone: nothing to look for here."""
+    return any(_is_lost_peer(cause) for cause in _causes(error))
+
+
 def describe(error: BaseException) -> str:
     """One line for people."""
     text = " ".join(str(error).replace("\nhint: ", "; ").split())
+    if _is_lost_peer(error):
+        sentence = _SOURCE_LINE.sub("", text).partition(". ")[0].rstrip(".")
+        return (
+            f"another process of the run ended or cannot be reached ({sentence}); start it again: it goes on from its"
+            " newest checkpoint"
+        )
     return text if isinstance(error, UserError | RunFailure | Interrupted) else f"{type(error).__name__}: {text}"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _LOST_PEER)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING
 from engine.atomic import make_folder
 from engine.config import RunConfig, load_run, start_from
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
-from engine.failures import Interrupted, classify, describe
+from engine.failures import Interrupted, classify, describe, has_lost_peer
 from engine.flops import parameter_counts
 from engine.hf_export import to_hf_config
 from engine.outcome import (
@@ -211,7 +211,7 @@ class Program:
     def _fail(self, error: BaseException) -> int:
         """Write down what ended this process, and on rank 0 the outcome of the job."""
         kind, detail = classify(error), describe(error)
-        if kind in ("infra", "oom", "hang"):
+        if kind in ("infra", "oom", "hang") and not has_lost_peer(error):
             traceback.print_exception(error)
         elif self._speaks:
             print(f"error: {error if kind == 'user' else f'{kind}: {detail}'}", file=sys.stderr, flush=True)

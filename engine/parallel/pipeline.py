@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ SCHEDULES: dict[str, Any] = {
 EVALUATED_AT_ONCE = 4
 """Micro-batches for each pipeline rank that an evaluation has room for: enough to keep the ranks busy, whatever the
 batch."""
+
+_SCHEDULE_LOG = logging.getLogger(ScheduleGPipe.__module__)
 
 
 class PipelineRunner:
@@ -112,7 +115,7 @@ class PipelineRunner:
         losses: list[Tensor] = []
         for stage in self._stages:
             stage.start()
-        with self._naming(self._standing):
+        with self._naming(self._standing), _without_schedule_log():
             self._schedule.step(
                 *((tokens,) if self._takes_tokens else ()),
                 target=labels if self._has_head else None,
@@ -210,6 +213,17 @@ class PipelineRunner:
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._context.device)
         return torch.stack(losses).detach().double().sum()
+
+
+@contextmanager
+def _without_schedule_log() -> Iterator[None]:
+    """Keep torch from logging its whole schedule, hundreds of lines, where an action fails: the error says what did."""
+    level = _SCHEDULE_LOG.level
+    _SCHEDULE_LOG.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _SCHEDULE_LOG.setLevel(level)
 
 
 def _arrived(work: dist.Work | None, buffer: Tensor) -> Tensor:

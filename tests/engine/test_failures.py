@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.failures import Interrupted, RunFailure, classify, communication_failure, describe
+from engine.failures import Interrupted, RunFailure, classify, communication_failure, describe, has_lost_peer
 from engine.loss_guard import LossGuard
 from engine.outcome import OutcomeKind, RankFailure, clear_failures, read_failures, write_failure
 
@@ -52,8 +52,17 @@ def test_a_peer_that_is_late_is_told_from_one_that_is_gone() -> None:
     late = RuntimeError("the forward pass failed")
     late.__cause__ = RuntimeError("Timed out waiting 2000ms for recv operation to complete")
     assert communication_failure(late) == ("hang", f"RuntimeError: {late.__cause__}")
-    gone = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
-    assert communication_failure(gone) == ("infra", f"RuntimeError: {gone}")
+    assert not has_lost_peer(late)
+    gone = RuntimeError(
+        "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is typically"
+        " caused by a remote worker."
+    )
+    failure = communication_failure(gone)
+    assert failure == ("infra", describe(gone))
+    assert "process of the run ended or cannot be reached (Read error [127.0.0.1]:1: Connection reset by" in failure[1]
+    assert "[/build" not in failure[1]
+    assert "typically" not in failure[1]
+    assert has_lost_peer(gone)
     for other in (MemoryError(), RuntimeError("shapes cannot be multiplied"), RunFailure("hang", "told already")):
         assert communication_failure(other) is None
 

@@ -207,3 +207,6 @@ def test_failure_of_one_rank_is_the_outcome_of_the_job(base: Path, action: str, 
     _, done = run_jobs([Job(folder, tiny_run(base / "corpus", plan=DP2), at_step=2, at_rank=1, action=action)], folder)
     assert done.returncode != 0
     assert outcome_of(folder).kind == kind
+    if action == "kill":
+        assert "another process of the run ended or cannot be reached" in outcome_of(folder).detail
+        assert "engine/train.py" not in done.stderr, "no traceback of what is no fault of this process"
