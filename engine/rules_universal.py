@@ -178,35 +178,6 @@ _PIPELINE_RULES = (
         lambda c, t: (t["num_stages"] > c.model.num_layers) | (_layers_in_stages(c, t) != c.model.num_layers),
         _explain_layers,
     ),
-    _universal(
-        "batch.divides",
-        "the global batch is dp * micro_batch_size * a whole number",
-        lambda c, t: t["global_batch_size"] % t["batch_unit"] != 0,
-        lambda c, r: (
-            f"global_batch_size {r.global_batch_size} is not a multiple of dp {r.dp} * micro_batch_size"
-            f" {r.micro_batch_size} = {r.batch_unit}",
-            f"set global_batch_size to {near_multiple(r.batch_unit, r.global_batch_size)}",
-        ),
-    ),
-    _universal(
-        "pp.micro_batches",
-        "dualpipev needs at least 2 * pp micro-batches",
-        lambda c, t: (t["pp"] > 1) & (t["schedule"] == "dualpipev") & (t["num_micro_batches"] < 2 * t["pp"]),
-        lambda c, r: explain_few_micro_batches(c, r, 2 * r.pp),
-    ),
-    _universal(
-        "schedule.whole_rounds",
-        "interleaved schedules need whole rounds: micro-batches divisible by max(1, micro-batches // pp)",
-        lambda c, t: (
-            (t["pp"] > 1)
-            & np.isin(t["schedule"], INTERLEAVED)
-            & (t["num_micro_batches"] % np.maximum(t["num_micro_batches"] // t["pp"], 1) != 0)
-        ),
-        lambda c, r: (
-            f"{r.num_micro_batches} micro-batches don't make whole rounds of {r.schedule} with pp {r.pp}",
-            f"set global_batch_size to {near_multiple(r.pp * r.batch_unit, r.global_batch_size)}",
-        ),
-    ),
 )
 
 # ---------------------------------------------------------------------------------------- universal: experts and others
@@ -370,5 +341,40 @@ _OTHER_RULES = (
     ),
 )
 
+# ----------------------------------------------------------------------------------------------------- universal: batch
 
-UNIVERSAL_RULES = (*_TENSOR_RULES, *_PIPELINE_RULES, *_OTHER_RULES)
+_BATCH_RULES = (
+    _universal(
+        "batch.divides",
+        "the global batch is dp * micro_batch_size * a whole number",
+        lambda c, t: t["global_batch_size"] % t["batch_unit"] != 0,
+        lambda c, r: (
+            f"global_batch_size {r.global_batch_size} is not a multiple of dp {r.dp} * micro_batch_size"
+            f" {r.micro_batch_size} = {r.batch_unit}",
+            f"set global_batch_size to {near_multiple(r.batch_unit, r.global_batch_size)}",
+        ),
+    ),
+    _universal(
+        "pp.micro_batches",
+        "dualpipev needs at least 2 * pp micro-batches",
+        lambda c, t: (t["pp"] > 1) & (t["schedule"] == "dualpipev") & (t["num_micro_batches"] < 2 * t["pp"]),
+        lambda c, r: explain_few_micro_batches(c, r, 2 * r.pp),
+    ),
+    _universal(
+        "schedule.whole_rounds",
+        "interleaved schedules need whole rounds: micro-batches divisible by max(1, micro-batches // pp)",
+        lambda c, t: (
+            (t["pp"] > 1)
+            & np.isin(t["schedule"], INTERLEAVED)
+            & (t["num_micro_batches"] % np.maximum(t["num_micro_batches"] // t["pp"], 1) != 0)
+        ),
+        lambda c, r: (
+            f"{r.num_micro_batches} micro-batches don't make whole rounds of {r.schedule} with pp {r.pp}",
+            f"set global_batch_size to {near_multiple(r.pp * r.batch_unit, r.global_batch_size)}",
+        ),
+    ),
+)
+
+
+UNIVERSAL_RULES = (*_TENSOR_RULES, *_PIPELINE_RULES, *_OTHER_RULES, *_BATCH_RULES)
+"""The batch, which is the easiest to change, comes last."""

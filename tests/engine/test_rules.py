@@ -288,6 +288,12 @@ def test_a_hint_offers_what_the_user_can_set(rule: str, plan: dict[str, Any], mo
     assert part in explain_row(rule, case.context, plan_table([case.row]), 0)[1]
 
 
+def test_what_the_model_forbids_is_told_before_the_batch() -> None:
+    case = Case("", {"ep": 3, "dp_shard": 3, "micro_batch_size": 2}, {"moe": MOE}, batch=4)
+    found = violations(case.context, plan_table([case.row]))
+    assert [rule for rule, flags in found.items() if flags[0]] == ["ep.divides_experts", "batch.divides"]
+
+
 def test_check_run_lets_a_legal_run_through() -> None:
     check_run(run({"tp": 2, "dp_shard": 2}), num_devices=4)
 
