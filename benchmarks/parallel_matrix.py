@@ -82,8 +82,8 @@ def run(some: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
 
 def told(outcome: dict[str, Any]) -> str:
     """An outcome in a few words."""
-    if outcome["outcome"] == "refused":
-        return f"refused: {outcome['why']}"
+    if outcome["outcome"] in ("refused", "no pair"):
+        return f"{outcome['outcome']}: {outcome['why']}"
     if outcome["outcome"] == "different":
         return f"different by {outcome['ratio']:.1e} in {outcome['where']}"
     return str(outcome["outcome"])
@@ -122,7 +122,7 @@ def summary(every: Sequence[Cell], outcomes: dict[str, dict[str, Any]]) -> dict[
     }
 
 
-OUTCOMES = ("equal", "refused", "different", "failed")
+OUTCOMES = ("equal", "refused", "different", "failed", "no pair")
 
 
 def _pairs() -> Iterator[tuple[str, ...]]:
@@ -149,7 +149,8 @@ def main() -> int:
     wanted = [cell for cell in every if arguments.only in cell.name and cell.name not in outcomes]
     for cell in wanted:
         if cell.refused:
-            outcomes[cell.name] = {"outcome": "refused", "why": cell.refused}
+            kind = "refused" if "." in cell.refused else "no pair"  # a rule's id, or one setting with two values
+            outcomes[cell.name] = {"outcome": kind, "why": cell.refused}
     pending = [cell for cell in wanted if not cell.refused]
     with Progress() as progress:
         task = progress.add_task("cells", total=len(pending))
