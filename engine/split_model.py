@@ -79,3 +79,10 @@ def make_runner(
 def enlarge_vocabulary(spec: ModelSpec, vocab_size: int) -> ModelSpec:
     """The spec with a vocabulary of at least ``vocab_size``."""
     return spec if vocab_size <= spec.vocab_size else spec.changed(vocab_size=vocab_size)
+
+
+def describe_enlarged(given: ModelSpec, spec: ModelSpec) -> list[str]:
+    """A line for people on what ``enlarge_vocabulary`` made of ``given``; nothing where it is as it was."""
+    if spec.vocab_size == given.vocab_size:
+        return []
+    return [f"the vocabulary is enlarged from {given.vocab_size} to the tokenizer's {spec.vocab_size}"]

@@ -132,10 +132,8 @@ class Program:
         from engine.context import open_context
 
         context = open_context(config.plan, config.runtime, has_experts=config.model.moe is not None)
-        for note in notes:
+        for note in [*notes, *_describe_stages(config)]:
             self._report(note)
-        if config.plan.pp > 1:
-            self._report(describe_split(config.model, config.plan, config.workload.sequence_length))
         exit_code = self._with_context(config, context)
         context.barrier()  # torchrun ends all ranks as soon as one ends: rank 0 must have written everything
         return exit_code
@@ -143,9 +141,12 @@ class Program:
     def _check(self, config: RunConfig, notes: list[str]) -> None:
         """Read all that a start would read, prepare the corpus, and print what was found."""
         from engine.checkpoint.hf_weights import import_weights
+        from engine.comm.placed import checked_topology
         from engine.data.corpus import prepare_corpus
-        from engine.split_model import enlarge_vocabulary
+        from engine.split_model import describe_enlarged, enlarge_vocabulary
 
+        if config.runtime.topology:
+            checked_topology(config.plan, config.runtime.topology)
         corpus = prepare_corpus(config.workload.data)
         spec = enlarge_vocabulary(config.model, corpus.vocab_size)
         if config.runtime.init_from:
@@ -156,7 +157,8 @@ class Program:
             "num_bytes": corpus.num_bytes,
             "vocab_size": corpus.vocab_size,
             "num_parameters": parameter_counts(spec).total,
-            "notes": notes,
+            "num_processes": config.plan.world_size,
+            "notes": [*notes, *_describe_stages(config), *describe_enlarged(config.model, spec)],
         }
         lines = [json.dumps(found)] if self._arguments.json else [f"{key}: {value}" for key, value in found.items()]
         print("\n".join(lines), flush=True)
@@ -263,6 +265,13 @@ class Program:
     def _report(self, line: str) -> None:
         if self._rank == 0 and not self._arguments.quiet and not self._arguments.json:
             print(line, flush=True)
+
+
+def _describe_stages(config: RunConfig) -> list[str]:
+    """A line on the layers of each pipeline stage; nothing without a pipeline."""
+    if config.plan.pp == 1:
+        return []
+    return [describe_split(config.model, config.plan, config.workload.sequence_length)]
 
 
 def _check_shared(folder: Path, context: ParallelContext) -> None:

@@ -44,6 +44,7 @@ from engine.rng import draw_alike
 from engine.rules import check_run
 from engine.schedule import learning_rate_at
 from engine.signals import SignalWatch
+from engine.split_model import describe_enlarged
 from engine.step import Stepper, StepResult
 from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryWriter
 from engine.units import format_count, format_duration
@@ -454,6 +455,8 @@ class Trainer:
                 f"{self.config.name}: {format_count(self._num_parameters)} parameters, {self.config.plan.describe()},"
                 + (f" resumed at {place} from {resumed.path}" if resumed else f" {place}")
             )
+            for note in describe_enlarged(self.config.model, self._stepper.spec):
+                self._report(note)
 
     def _note_draws(self) -> None:
         """Say it where dropout does not go on as it would have in the run that wrote the checkpoint."""

@@ -368,11 +368,13 @@ def test_called_with_nothing_it_says_how(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_progress_and_json(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tiny_run(corpus), tmp_path) == 0
+    config = tiny_run(corpus, model={"vocab_size": 100})
+    assert train(config, tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("step ") for line in lines) == NUM_STEPS
     assert lines[-1].startswith("ok: 6 steps")
-    assert train(tiny_run(corpus), tmp_path, "--json", "--evaluate-only") == 0
+    assert sum("the vocabulary is enlarged from" in line for line in lines) == 1
+    assert train(config, tmp_path, "--json", "--evaluate-only") == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["kind"] == "ok"
     assert outcome["num_steps"] == NUM_STEPS
@@ -390,8 +392,23 @@ def test_check_tells_what_a_start_would_find(
     assert train(small, tmp_path, "--check", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["vocab_size"] == 257
+    assert told["num_processes"] == 1
+    assert told["notes"] == ["the vocabulary is enlarged from 100 to the tokenizer's 257"]
     assert told["num_parameters"] == outcome_of(whole).num_parameters - 2 * 16  # two rows of 16 fewer, and no more
     assert not (tmp_path / "outcome.json").exists()
+
+
+def test_check_tells_processes_and_stages_and_reads_the_topology(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_run(corpus, plan={"pp": 2, "micro_batch_size": 1})
+    assert train(config, tmp_path, "--check") == 0
+    told = capsys.readouterr().out
+    assert "num_processes: 2" in told
+    assert "pipeline stages, layers and share of the work: 0 (" in told
+    config = config.changed(runtime=config.runtime.changed(topology=str(tmp_path / "nowhere.json")))
+    assert train(config, tmp_path, "--check") == 2
+    assert "nowhere.json" in capsys.readouterr().err
 
 
 def test_evaluate_only_writes_nothing(corpus: Path, whole: Path, tmp_path: Path) -> None:
