@@ -133,12 +133,13 @@ def parse_batch(text: str | int, sequence_length: int, *, multiple_of: int = 1) 
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Memory in GiB, in MiB below 0.1 GiB, in KiB below 0.1 MiB."""
+    """Memory in GiB, in MiB below 0.1 GiB, in KiB below 0.1 MiB, in bytes below 0.1 KiB."""
     if abs(num_bytes) >= 0.1 * GIB:
         return f"{num_bytes / GIB:.2f} GiB"
-    if abs(num_bytes) >= 0.1 * 2**20 or not num_bytes:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**10:.1f} KiB"
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= 0.1 * scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def format_count(value: float) -> str:

@@ -65,7 +65,12 @@ def test_other_words_are_refused_with_examples(parse, text: str) -> None:
 def test_formats() -> None:
     assert units.format_bytes(3 * 2**30) == "3.00 GiB"
     assert units.format_bytes(2**20) == "1.0 MiB"
-    assert [units.format_bytes(size) for size in (0, -2048, 99 * 2**10)] == ["0.0 MiB", "-2.0 KiB", "99.0 KiB"]
+    assert [units.format_bytes(size) for size in (0, 8, -2048, 99 * 2**10)] == [
+        "0 B",
+        "8 B",
+        "-2.0 KiB",
+        "99.0 KiB",
+    ]
     assert units.format_count(1_240_000_000) == "1.24B"
     assert [units.format_count(n) for n in (512, 865.186, 999.4, 999.6, 999_600)] == ["512", "865", "999", "1k", "1M"]
     assert [units.format_duration(seconds) for seconds in (0.08, 12.5, 200, 7500)] == [
