@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -55,6 +54,7 @@ def test_what_progress_raises_ends_the_search_and_its_processes() -> None:
 
 def test_an_interrupt_ends_all_processes_with_one_message() -> None:
     code = """
+import time
 from autotune.search.blocks import Expander
 from autotune.search.exact import search
 from autotune.search.plan_space import plan_space
@@ -65,13 +65,19 @@ model = ModelSpec(num_layers=64, hidden_size=8192, num_heads=64, num_kv_heads=64
                   vocab_size=32000)
 cluster = parse_cluster("h100x8:512")
 space = plan_space(model, cluster, global_batch_sizes=[4096, 8192, 16384], sequence_lengths=[4096])
-search(model, cluster, space, num_processes=2, progress=lambda share: print(share, flush=True))
+calls = []
+def progress(share):
+    calls.append(share)
+    print(share, flush=True)
+    if len(calls) == 2:
+        time.sleep(60)
+search(model, cluster, space, num_processes=2, progress=progress)
 """
     command = [sys.executable, "-c", code]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None
-    assert float(child.stdout.readline()) < 1  # the first wave has no processes of its own, the next has
-    time.sleep(0.5)
+    # The first wave has no processes of its own; the next has, and waits for the interrupt.
+    assert float(child.stdout.readline()) <= float(child.stdout.readline()) < 1
     os.killpg(child.pid, signal.SIGINT)
     _, told = child.communicate(timeout=120)
     assert child.returncode != 0
