@@ -93,7 +93,7 @@ class Observation(NamedTuple):
     """Calls and message bytes of collectives, by kind."""
     peak_bytes: int
     parts: dict[MemoryPart, int]
-    """The peak by part."""
+    """The peak by part; empty where it was not asked for."""
 
 
 class DryRun:
@@ -126,11 +126,12 @@ class DryRun:
         wanted = plan.num_micro_batches(self._config.hyperparameters.global_batch_size)
         enough, more = traced_micro_batches(plan, wanted)
         traced = min(wanted, enough + more)
+        num_steps = 3 if wanted == traced else 5
         with self._fake:
-            seen = self._observe(traced)
+            seen = self._observe(traced, num_steps)
             counts, parts = seen.counts, dict(seen.parts)
             if wanted > traced:
-                fewer = self._observe(enough)
+                fewer = self._observe(enough, num_steps, by_part=False)
                 further = (wanted - traced) // more
                 counts = extrapolate(counts, fewer.counts, further)
                 # The batch, and the inputs that a stage has room for.
@@ -146,20 +147,23 @@ class DryRun:
             peak_parts=parts,
         )
 
-    def _observe(self, num_micro_batches: int) -> Observation:
+    def _observe(self, num_micro_batches: int, num_steps: int, *, by_part: bool = True) -> Observation:
         """Look at a step after the first: the first makes what later ones find (tables of positions, buffers of a
-        stage)."""
+        stage). A third one tells the parts of the peak; ``num_steps`` of all observations is told."""
         stepper, batch = self._start(num_micro_batches)
-        of = f"of 3 with {num_micro_batches} micro-batches"
-        self._tell(f"step 1 {of}")
+        of = f"of {num_steps}, {num_micro_batches} micro-batches"
+        first = 1 if by_part else 4
+        self._tell(f"step {first} {of}: makes what later ones find")
         self._step(stepper, batch)
         with undisturbed():
-            self._tell(f"step 2 {of}: collectives and peak memory")
+            self._tell(f"step {first + 1} {of}: collectives and peak memory")
             tracker = self._tracker(stepper, None)
             with CollectiveCounter(self._context) as counter, tracker:
                 tracker.track(kept(stepper, batch))
                 self._step(stepper, batch)
-            self._tell(f"step 3 {of}: what the peak consists of")
+            if not by_part:
+                return Observation(counter.counts(), tracker.peak_bytes, {})
+            self._tell(f"step {first + 2} {of}: what the peak consists of")
             look = self._tracker(stepper, tracker.peak_event)
             with look:
                 look.track(kept(stepper, batch))
