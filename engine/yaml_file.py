@@ -139,7 +139,16 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:float", special.get(text, text))
 
 
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    """Breaks of lines that only Unicode knows stand as escapes: unquoted, a reader folds them into spaces."""
+    style = '"' if not _UNICODE_BREAKS.isdisjoint(value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_UNICODE_BREAKS = frozenset("\x85\u2028\u2029")
+
 _Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_text)
 
 
 def _nearby(path: Path) -> Path | None:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import UserError
@@ -37,6 +37,7 @@ plain = st.recursive(
 
 
 @given(plain)
+@example(["a\x85b", "\u2028", "\u2029 c"])
 def test_what_is_written_reads_back_equal(value: object) -> None:
     read = parse_yaml(dump_yaml({"key": value})).data["key"]
     assert read == value
