@@ -16,7 +16,7 @@ def apply_recompute(part: Decoder, plan: Plan, *, preserve_rng: bool) -> None:
 
     The decision is by the layer's number in the whole model, so it does not change with the pipeline's stages. A
     block's hooks stay outside, so sharded parameters are gathered once for recomputation and backward. Routing is not
-    decided again (``engine.moe.memory``).
+    decided again (``engine.moe.kept_routing``).
 
     Args:
         part: A model or a stage.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.moe.capacity import count_of_each, expert_capacity, within_capacity
-from engine.moe.memory import RoutingMemory
+from engine.moe.kept_routing import RoutingMemory
 from engine.moe.stacked_linear import experts_of_rows
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]

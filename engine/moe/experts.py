@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.models.layers import ACTIVATIONS, gated_activation
 from engine.moe.dispatch import Dispatch
-from engine.moe.memory import RoutingMemory
+from engine.moe.kept_routing import RoutingMemory
 from engine.moe.stacked_linear import stacked_linear
 from engine.spec import ModelSpec, MoESpec
 

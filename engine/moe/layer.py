@@ -9,7 +9,7 @@ from engine.models.layers import FeedForward
 from engine.moe.auxiliary import AuxiliaryLosses, with_loss
 from engine.moe.capacity import count_of_each
 from engine.moe.experts import Experts
-from engine.moe.memory import RoutingMemory
+from engine.moe.kept_routing import RoutingMemory
 from engine.moe.router import Router, choose_experts, expert_weights, router_scores
 from engine.spec import ModelSpec, MoESpec
 
