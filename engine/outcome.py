@@ -57,6 +57,8 @@ class Outcome(Schema):
     """Hash of the text that was used."""
     num_parameters: int | None = None
     """Parameters of the whole model."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Further figures by name: what a user's own program reported, or what follows from the others."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine: python, torch, device, host."""
 

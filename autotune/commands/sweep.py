@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune.commands.sweep_view import SweepView
+    from autotune.search.forecast import Forecast, Forecasted
     from autotune.space.enumerate import Enumeration
     from autotune.space.objectives import ObjectiveName
-    from autotune.space.space import Space
+    from autotune.space.training import TrainingSpace
     from autotune.specs.cluster import ClusterSpec
     from autotune.study.driver import Driver
-    from autotune.study.forecast import Forecast
     from autotune.study.repeats import RepeatedValue
-    from autotune.study.snapshot import Forecasted, StudySnapshot
+    from autotune.study.snapshot import StudySnapshot
     from autotune.study.study import Nothing, Study
     from engine.config import RunConfig
 
@@ -56,6 +56,9 @@ def command(
     repeat_best: Annotated[int, typer.Option(min=0, metavar="K", help="Repeat the knee with K other seeds.")] = 0,
     runs_dir: Annotated[Path, typer.Option(help="Folder of studies and jobs.")] = DEFAULT_RUNS,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What proposes candidates; may change when a study goes on.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of a new study. [default: 0]")] = None,
     estimates: Annotated[
         bool, typer.Option(help="Rank candidates by the cost model, and leave out those it rules out.")
@@ -65,8 +68,8 @@ def command(
     """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
     from rich.console import Console
 
+    from autotune.search.forecast import Forecast
     from autotune.space.grammar import load_space
-    from autotune.study.forecast import Forecast
     from autotune.study.preflight import check_data
     from autotune.study.study import Study, refuse_changes
 
@@ -89,6 +92,7 @@ def command(
     from autotune.commands.sweep_view import SweepView
     from autotune.study.devices import DevicePool
     from autotune.study.driver import Driver
+    from autotune.study.executor import LocalExecutor
 
     console = Console(stderr=as_json)
     if not console.is_terminal:
@@ -97,6 +101,7 @@ def command(
         folder,
         loaded,
         enumeration,
+        sampler=sampler,
         storage_url=storage,
         num_trials=num_trials,
         seed=seed,
@@ -107,7 +112,7 @@ def command(
         view = SweepView(console, opened.snapshot(), num_trials, workers)
         if estimates and not can_estimate:
             view.note(f"nothing is known of {loaded.cluster.device_kind}: no estimates without 'autotune profile'")
-        driver = Driver(opened, DevicePool(loaded.cluster), view, workers, seconds)
+        driver = Driver(opened, LocalExecutor(DevicePool(loaded.cluster)), view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None
         if repeat_best and not driver.is_stopping and any(row.feasible for row in opened.snapshot().trials):
@@ -158,9 +163,9 @@ def check_machine(cluster: ClusterSpec, num_workers: int) -> None:
         )
 
 
-def _first_run(space: Space, enumeration: Enumeration) -> RunConfig:
+def _first_run(space: TrainingSpace, enumeration: Enumeration) -> RunConfig:
     """A run of the space, to read its data by."""
-    from autotune.search.bayes import uniform_draws
+    from autotune.search.uniform import uniform_draws
 
     for chosen in itertools.islice(uniform_draws(space, enumeration, 0), MAX_DRAWS):
         if (run := space.candidate(chosen).run) is not None:
@@ -206,9 +211,10 @@ def _plan_repeats(study: Study, count: int) -> int:
 
 
 def _print_dry_run(
-    space: Space, enumeration: Enumeration, forecast: Forecast | None, seed: int, *, as_json: bool
+    space: TrainingSpace, enumeration: Enumeration, forecast: Forecast | None, seed: int, *, as_json: bool
 ) -> None:
-    from autotune.search.bayes import derive_seed, uniform_draws
+    from autotune.search.seeds import derive_seed
+    from autotune.search.uniform import uniform_draws
 
     num_legal, ranks = enumeration.num_legal, None
     if forecast is not None:
@@ -259,13 +265,13 @@ def _print_dry_run(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _forecast_data(space: Space, forecast: Forecast, chosen: dict[str, Any]) -> dict[str, dict[str, float]]:
+def _forecast_data(space: TrainingSpace, forecast: Forecast, chosen: dict[str, Any]) -> dict[str, dict[str, float]]:
     run = space.candidate(chosen).run
     assert run is not None
     return {name: value._asdict() for name, value in forecast.of(run).items()}
 
 
-def _forecast_text(space: Space, forecasts: Mapping[ObjectiveName, Forecasted]) -> str:
+def _forecast_text(space: TrainingSpace, forecasts: Mapping[ObjectiveName, Forecasted]) -> str:
     known = [objective for objective in space.objectives if objective.name in forecasts]
     return ", ".join(objective.text(forecasts[objective.name].value) for objective in known)
 

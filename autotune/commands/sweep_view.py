@@ -17,9 +17,9 @@ from rich.text import Text
 
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar
+from autotune.study.assignment import Assignment
 from autotune.study.record import is_feasible, measured_values
 from autotune.study.snapshot import StudySnapshot
-from autotune.study.study import Assignment
 from engine.outcome import Outcome
 from engine.units import format_duration
 
@@ -72,8 +72,8 @@ class SweepView:
             self._console.print(text, markup=False, highlight=False)
 
     def waiting(self) -> None:
-        """Another sweep of this machine holds the devices."""
-        self.note("waiting: another sweep on this machine uses the devices")
+        """Others hold the devices."""
+        self.note("waiting: others use the devices")
 
     def started(self, assignment: Assignment) -> None:
         """A trial begins (again)."""
@@ -174,13 +174,13 @@ class SweepView:
         if not self._best:
             return Text("no feasible trial yet", style="dim")
         by_name = {objective.name: objective for objective in self._objectives}
-        texts = [f"{by_name[name].text(value)} (trial {number})" for name, (value, number) in self._best.items()]  # type: ignore[index]
+        texts = [f"{by_name[name].text(value)} (trial {number})" for name, (value, number) in self._best.items()]
         return Text("best so far: " + ", ".join(texts), style="green")
 
 
 def describe(assignment: Assignment) -> str:
     """A candidate in one line: its plan and the hyperparameters that were searched."""
-    text = " ".join([assignment.config.plan.describe(), *hyperparameter_texts(assignment.parameters)])
+    text = " ".join([assignment.label, *hyperparameter_texts(assignment.parameters)])
     return text if assignment.repeat_of is None else f"repeats {assignment.repeat_of}: {text}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from autotune.space.expression import Expression
-from autotune.space.space import Dimension, as_columns, choice_column, mesh_word, with_derived
+from autotune.space.space import Dimension
+from autotune.space.training import as_columns, choice_column, mesh_word, with_derived
 from engine.errors import UserError
 from engine.plan import MESH_FIELDS, PlanTable
 from engine.rule import RuleContext

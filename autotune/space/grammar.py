@@ -15,8 +15,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from autotune.paths import check_name
 from autotune.space.enumerate import Enumeration, enumerate_plans
 from autotune.space.expression import Expression, parse_expression
-from autotune.space.objectives import Objective
-from autotune.space.space import MESH, Budget, Dimension, Space, TrialLimits, default_values
+from autotune.space.objectives import KNOWN, Objective
+from autotune.space.space import Budget, Dimension, TrialLimits
+from autotune.space.training import MESH, TrainingSpace, default_values
 from autotune.specs.cluster import ClusterSpec, is_cluster_file, parse_cluster
 from engine.config import EvaluationOptions, RuntimeOptions, absolute_paths
 from engine.errors import UserError
@@ -106,7 +107,7 @@ class MergedDocument:
         return self.documents[-1].where()
 
 
-def load_space(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Space, Enumeration]:
+def load_space(path: str | Path, overrides: Sequence[str] = ()) -> tuple[TrainingSpace, Enumeration]:
     """Read a space file (or a shipped space by name).
 
     Args:
@@ -230,12 +231,12 @@ class _Builder:
         self._file = file
         self._notes: list[str] = []
 
-    def build(self, default_name: str) -> tuple[Space, Enumeration]:
+    def build(self, default_name: str) -> tuple[TrainingSpace, Enumeration]:
         file = self._file
         model = self._model()
         cluster = self._cluster()
         workload = self._workload()
-        objectives = self._objectives()
+        objectives = self._objectives(cluster)
         raw = self._section("space", file.space, {"plan", "hyperparameters", "constraints"})
         fixed: dict[str, Any] = {}
         dimensions: list[Dimension] = []
@@ -283,7 +284,7 @@ class _Builder:
             searched.insert(0, Dimension(MESH, "categorical", tuple(meshes)))
         elif len(searched) < len(dimensions):
             fixed |= {f"plan.{key}": value for key, value in next(iter(meshes.values())).items()}
-        space = Space(
+        space = TrainingSpace(
             name=check_name(file.name or default_name, "sweep"),
             model=model,
             cluster=cluster,
@@ -370,7 +371,7 @@ class _Builder:
                 )
         return workload
 
-    def _objectives(self) -> tuple[Objective, ...]:
+    def _objectives(self, cluster: ClusterSpec) -> tuple[Objective, ...]:
         written = self._file.objectives
         if not isinstance(written, list | tuple) or not written:
             self._fail("'objectives' must be a list", "example: objectives: [speed, memory, quality]", ("objectives",))
@@ -386,10 +387,21 @@ class _Builder:
                     ),
                 }
             objectives.append(parse(Objective, data, document=self._document, path=path))
+            self._check_objective(objectives[-1].name, cluster, path)
         names = [objective.name for objective in objectives]
         if len(set(names)) < len(names):
             self._fail(f"an objective stands twice: {', '.join(names)}", "keep one of them", ("objectives",))
         return tuple(objectives)
+
+    def _check_objective(self, name: str, cluster: ClusterSpec, path: KeyPath) -> None:
+        if name not in KNOWN:
+            close = difflib.get_close_matches(name, KNOWN, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(KNOWN)}"
+            self._fail(f"a training run has no objective {name!r}", hint, path)
+        needed = {"cost": "dollars_per_device_hour", "energy": "watts"}.get(name)
+        if needed is not None and getattr(cluster, needed) is None:
+            hint = "add it to the cluster's file (autotune profile writes one), and name that file as 'cluster'"
+            self._fail(f"the objective {name!r} needs the cluster's {needed}", hint, path)
 
     def _budget(self) -> Budget:
         data = self._section("budget", self._file.budget or {}, {"trials", "time"})

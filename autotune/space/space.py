@@ -1,26 +1,21 @@
-"""A search space: its dimensions, what is fixed, and how chosen values become a run."""
+"""A search space: its dimensions, what is fixed, and which chosen values are a legal candidate."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from autotune.space.expression import Expression
 from autotune.space.objectives import Objective
-from autotune.specs.cluster import ClusterSpec
-from engine.config import CheckpointOptions, EvaluationOptions, RunConfig, RuntimeOptions
-from engine.errors import RuleError, UserError
-from engine.plan import MESH_FIELDS, Plan, PlanTable
-from engine.rules import check_run
-from engine.schema import Schema, parse
-from engine.spec import Count, Hyperparameters, ModelSpec, Name, Positive, Workload
+from engine.config import RunConfig
+from engine.outcome import Outcome
+from engine.schema import Schema
+from engine.spec import Count, Name, Positive
 
 Scalar = str | int | float | bool | None
-MESH = "plan.mesh"
-"""Name of the dimension that stands for all parallel degrees at once (a mesh is one word, as in ``Plan.mesh``)."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +84,39 @@ class TrialLimits(Schema):
 
 @dataclass(frozen=True)
 class Candidate:
-    """Chosen values as a run, or why they are none."""
+    """Chosen values as something that can be run, or why they are nothing."""
 
-    run: RunConfig | None
+    run: RunConfig | None = None
+    """The run of the engine; None for a user's own program or function, and for a refused candidate."""
     rule: str = ""
     """The rule that refused it; ``constraint`` for one of the space's own; ``value`` for a value out of bounds."""
     reason: str = ""
     """Message for people."""
+    key: str = ""
+    """Hash of what it is: candidates with equal keys are the same experiment."""
+    label: str = ""
+    """A few words for people: the plan, or the values."""
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether it may be tried."""
+        return not self.rule
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched, on which model, machines and data, for which objectives."""
+    """What is searched, for which objectives. What candidates are is said by the kinds of spaces: ``TrainingSpace``
+    (runs of the engine), ``CommandSpace`` (runs of a user's program or calls of a function)."""
 
     name: Name
-    model: ModelSpec
-    cluster: ClusterSpec
-    workload: Workload
     objectives: tuple[Objective, ...]
     dimensions: tuple[Dimension, ...]
-    """In the order they are chosen: conditions read only earlier ones. All parallel degrees are one, ``plan.mesh``."""
+    """In the order they are chosen: conditions read only earlier ones."""
     fixed: dict[str, Any]
-    """Dotted name -> value of everything else that the file sets in ``space``."""
-    constraints: tuple[Expression, ...]
-    meshes: dict[str, dict[str, int]]
-    """Mesh word -> plan fields, of all meshes with at least one legal plan."""
+    """Name -> value of everything else that is set."""
+    constraints: tuple[Expression, ...] = ()
     budget: Budget = Budget()
     limits: TrialLimits = TrialLimits()
-    runtime: RuntimeOptions = RuntimeOptions()
-    evaluation: EvaluationOptions = EvaluationOptions()
     data: dict[str, Any] = field(default_factory=dict)
     """The resolved file as plain data, without the budget: two studies with equal data search the same space."""
     notes: tuple[str, ...] = ()
@@ -127,19 +126,20 @@ class Space:
         """Whether ``dimension`` is searched, given the values chosen before it."""
         return dimension.when is None or bool(dimension.when(self.names(chosen)))
 
+    def active(self, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Of a value for every dimension, those that are searched given the ones before them, in order."""
+        chosen: dict[str, Scalar] = {}
+        for dimension in self.dimensions:
+            if self.is_active(dimension, chosen):
+                chosen[dimension.name] = values[dimension.name]
+        return chosen
+
     def names(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything a condition can read: model, workload, devices, and plan and hyperparameters as chosen."""
-        values = {f"model.{key}": value for key, value in self.model if isinstance(value, int | float | str | bool)}
-        values |= {"workload.sequence_length": self.workload.sequence_length}
-        values |= {"workload.total_tokens": self.workload.total_tokens, "devices": self.cluster.num_devices}
-        values |= default_values() | self.fixed
-        values |= {name: value for name, value in chosen.items() if name != MESH}
-        if MESH in chosen:
-            values |= {f"plan.{key}": value for key, value in self.meshes[str(chosen[MESH])].items()}
-        return with_derived(values)
+        """Everything a condition can read, with the values chosen so far."""
+        return {**self.fixed, **chosen}
 
     def candidate(self, chosen: Mapping[str, Any]) -> Candidate:
-        """The run of chosen values, or the rule or constraint that refuses them.
+        """The candidate of chosen values, or the rule or constraint that refuses them.
 
         Args:
             chosen: Dimension name -> value for every active dimension.
@@ -147,82 +147,27 @@ class Space:
         for dimension in self.dimensions:
             if dimension.name in chosen and not dimension.contains(chosen[dimension.name]):
                 value = chosen[dimension.name]
-                return Candidate(None, "value", f"{dimension.name} = {value!r} is not in {dimension.describe()}")
+                reason = f"{dimension.name} = {value!r} is not in {dimension.describe()}"
+                return Candidate(rule="value", reason=reason)
         values = self.names(chosen)
         for constraint in self.constraints:
             if not bool(constraint(values)):
-                return Candidate(None, "constraint", f"does not hold: {constraint.text}")
-        try:
-            run = self._run(values)
-            check_run(run, self.cluster.num_devices)
-        except RuleError as error:
-            return Candidate(None, error.rule, str(error))
-        except UserError as error:
-            return Candidate(None, "value", str(error))
-        return Candidate(run)
+                return Candidate(rule="constraint", reason=f"does not hold: {constraint.text}")
+        return self._candidate(values, chosen)
 
-    def _run(self, values: Mapping[str, Any]) -> RunConfig:
-        def section(name: str, schema: type[Schema]) -> dict[str, Any]:
-            return {key: values[f"{name}.{key}"] for key in schema.model_fields if f"{name}.{key}" in values}
+    def completed(self, outcome: Outcome, run: RunConfig | None) -> Outcome:
+        """An outcome with the metrics that follow from it and this space."""
+        return outcome
 
-        threads = self.cluster.threads_per_device
-        return RunConfig(
-            name=self.name,
-            model=self.model,
-            workload=self.workload,
-            hyperparameters=parse(
-                Hyperparameters, section("hyperparameters", Hyperparameters), path=("hyperparameters",)
-            ),
-            plan=parse(Plan, section("plan", Plan), path=("plan",)),
-            runtime=self.runtime.changed(device=self.cluster.device, threads_per_rank=threads),
-            evaluation=self.evaluation,
-            checkpoint=CheckpointOptions(at_end=False, keep=1),
-        )
+    def _candidate(self, values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Candidate:
+        label = " ".join(f"{name}={_short(value)}" for name, value in chosen.items())
+        return Candidate(key=hash_of({**self.fixed, **chosen}), label=label)
 
 
-def default_values() -> dict[str, Any]:
-    """Dotted name -> default of every plan field and hyperparameter."""
-    values = {f"plan.{key}": value for key, value in Plan()}
-    return values | {f"hyperparameters.{key}": value for key, value in Hyperparameters()}
+def hash_of(data: Any) -> str:
+    """A short hash of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def with_derived(values: dict[str, Any]) -> dict[str, Any]:
-    """Add ``plan.dp`` and ``plan.world_size`` (scalars or columns)."""
-    values["plan.dp"] = values["plan.dp_replicate"] * values["plan.dp_shard"]
-    values["plan.world_size"] = values["plan.tp"] * values["plan.pp"] * values["plan.cp"] * values["plan.dp"]
-    return values
-
-
-def mesh_word(fields: Mapping[str, int]) -> str:
-    """``Plan.mesh`` of parallel degrees."""
-    return parse(Plan, {key: fields[key] for key in MESH_FIELDS}).mesh
-
-
-def as_columns(values: Mapping[str, Any], num_rows: int) -> PlanTable:
-    """The plan table of dotted values: scalars become constant columns."""
-    table = {}
-    for key in Plan.model_fields:
-        table[key] = column(values[f"plan.{key}"], num_rows)
-    table["global_batch_size"] = column(values["hyperparameters.global_batch_size"], num_rows)
-    table["sequence_length"] = column(values["workload.sequence_length"], num_rows)
-    return table
-
-
-def column(value: Any, num_rows: int) -> np.ndarray:
-    """A column of ``num_rows`` equal values; a column stays as it is."""
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, tuple | list) or value is None:
-        result = np.empty(num_rows, dtype=object)
-        result[:] = [value] * num_rows
-        return result
-    return np.full(num_rows, value)
-
-
-def choice_column(choices: tuple[Scalar, ...]) -> np.ndarray:
-    """The choices of a dimension as a column; of objects where their types differ."""
-    if len({type(choice) for choice in choices}) == 1 and isinstance(choices[0], int | float | str):
-        return np.array(choices)
-    result = np.empty(len(choices), dtype=object)
-    result[:] = choices
-    return result
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.search.forecast import Forecasted
+from autotune.search.sampler import Observation, ObservationState
 from autotune.space.objectives import Objective, ObjectiveName
 from autotune.study.lease import LEASE_PREFIX, Lease, current_lease
-from autotune.study.snapshot import Forecasted, TrialRow
-from engine.config import RunConfig
+from autotune.study.snapshot import TrialRow
 from engine.outcome import Outcome
 
 RECORD_KEY = "record"
@@ -39,7 +39,7 @@ class Record:
     key: str = ""
     """Hash of the candidate."""
     plan: str = ""
-    """``Plan.describe()``."""
+    """The candidate in a few words: ``Plan.describe()``, or the values."""
     rule: str = ""
     """The rule that refused it."""
     of: int | None = None
@@ -83,12 +83,6 @@ def lease_of(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> Lease | None:
         if record is not None and record.role == "claim" and record.of == trial.number:
             claims += [Lease.decode(text) for key, text in other.user_attrs.items() if key.startswith(LEASE_PREFIX)]
     return current_lease(trial.user_attrs, claims)
-
-
-def candidate_key(run: RunConfig) -> str:
-    """Hash of what a candidate is, whatever its seed and name."""
-    data = {name: getattr(run, name).to_data() for name in ("plan", "hyperparameters")}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def measured_values(outcome: Outcome, objectives: Sequence[Objective]) -> dict[str, float] | None:
@@ -143,6 +137,31 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
             )
         )
     return tuple(rows)
+
+
+def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objective]) -> list[Observation]:
+    """What samplers may know of a study's numbers: trials, repeats, and proposals that a rule refused; by number.
+
+    Args:
+        trials: All numbers of the storage in order.
+        objectives: The study's.
+    """
+    observations = []
+    for trial in trials:
+        record = record_of(trial)
+        if record is None or record.role not in ("trial", "repeat", "refused"):
+            continue
+        state: ObservationState = "running"
+        values, failure = None, ""
+        outcome = outcome_of(trial) if trial.state.is_finished() else None
+        if record.role == "refused":
+            state, failure = "refused", record.rule
+        elif outcome is not None:
+            values = measured_values(outcome, objectives)
+            state, failure = ("ok", "") if values is not None else ("failed", outcome.kind)
+        repeat_of = record.of if record.role == "repeat" else None
+        observations.append(Observation(trial.number, state, trial.params, values, failure, repeat_of=repeat_of))
+    return observations
 
 
 def num_refused(trials: Sequence[FrozenTrial]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from autotune.space.space import TrialLimits
 from autotune.specs.machine import memory_limit_bytes
+from autotune.study.assignment import Assignment
 from autotune.study.devices import Devices
 from autotune.study.preflight import engine_environment
 from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
@@ -145,14 +146,14 @@ def end_recorded(folder: Path) -> int:
     return end_marked(mark) if mark else 0
 
 
-def evidence(folder: Path, config: RunConfig) -> Outcome | None:
-    """The outcome that a trial whose driver died left in ``folder``; None when it has to be run (again): nothing whole
+def evidence(assignment: Assignment) -> Outcome | None:
+    """The outcome that a trial whose driver died left in its folder; None when it has to be run (again): nothing whole
     is there, it was interrupted or hit by a fault of the machine, or the folder belongs to another configuration."""
-    outcome = read_outcome(folder)
+    outcome = read_outcome(assignment.folder)
     if outcome is None or outcome.kind in ("interrupted", "infra"):
         return None
     try:
-        return outcome if load_run(folder / RUN_FILE)[0] == config else None
+        return outcome if load_run(assignment.folder / RUN_FILE)[0] == assignment.config else None
     except UserError:
         return None
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from autotune.search.forecast import Forecasted
 from autotune.space.objectives import Objective, ObjectiveName
 from engine.outcome import Outcome
 
 Scalar = str | int | float | bool | None
-
-
-class Forecasted(NamedTuple):
-    """What the cost model said of an objective before the trial."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ created: whoever creates a number sees all lower ones.
 from __future__ import annotations
 
 import datetime
-import itertools
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -22,24 +21,22 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.search.bayes import (
-    derive_seed,
-    make_sampler,
-    num_startup_trials,
-    suggest,
-    uniform_draws,
-)
+from autotune.search.forecast import Forecast
+from autotune.search.sampler import Sampler, SearchState
+from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
+from autotune.search.seeds import derive_seed
+from autotune.search.uniform import UniformSampler
 from autotune.space.enumerate import Enumeration
-from autotune.space.space import Scalar, Space
-from autotune.study.forecast import Forecast
+from autotune.space.space import Candidate, Scalar, Space
+from autotune.study.assignment import Assignment
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
     CORPUS_KEY,
     Record,
-    candidate_key,
     lease_of,
     measured_values,
     num_refused,
+    observations_of,
     outcome_of,
     record_of,
     trial_folder,
@@ -66,7 +63,6 @@ from autotune.study.study_file import (
 )
 from autotune.study.trial_table import TrialTable
 from engine.atomic import make_folder, write_text
-from engine.config import RunConfig
 from engine.errors import UserError
 from engine.outcome import OUTCOME_FILE, Outcome
 
@@ -82,21 +78,6 @@ MAX_REJECTED = 10
 """Proposals in a row that were refused or known already before the next one is drawn uniformly."""
 MAX_ATTEMPTS = 10
 """A trial that was interrupted so often (it may be what kills its driver) is given up as a fault of the machine."""
-MAX_UNIFORM_DRAWS = 2000
-"""Uniform draws without anything new after which a space counts as used up."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A trial to run now, by whoever got it."""
-
-    number: int
-    attempt: int
-    config: RunConfig
-    folder: Path
-    parameters: Mapping[str, Scalar]
-    repeat_of: int | None = None
-    """The trial it repeats with another seed."""
 
 
 class Nothing(Enum):
@@ -119,9 +100,10 @@ class Study:
         folder: Path,
         file: StudyFile,
         space: Space,
-        enumeration: Enumeration,
+        enumeration: Enumeration | None,
         storage: BaseStorage,
         num_trials: int | None,
+        sampler: Sampler,
         forecast: Forecast | None = None,
     ) -> None:
         self.folder = folder
@@ -129,6 +111,7 @@ class Study:
         self.space = space
         self.num_trials = num_trials
         self._started = time.time()
+        self._sampler = sampler
         self._forecast = forecast
         self._enumeration = forecast.enumeration if forecast else enumeration
         self._storage = storage
@@ -147,8 +130,9 @@ class Study:
         cls,
         folder: Path,
         space: Space,
-        enumeration: Enumeration,
+        enumeration: Enumeration | None = None,
         *,
+        sampler: str | None = None,
         storage_url: str | None = None,
         num_trials: int | None = None,
         seed: int | None = None,
@@ -159,7 +143,8 @@ class Study:
         Args:
             folder: The study's folder; its name is the study's.
             space: What to search.
-            enumeration: The legal plans of the space.
+            enumeration: The legal plans of a training space.
+            sampler: Name of what proposes candidates; None for the study's own, or the default in a new one.
             storage_url: Database address; None for the journal in the folder, or for where the study lives already.
             num_trials: Trials in total, earlier ones included; None for no limit.
             seed: Seed of a new study (0 by default); of an existing one it must be the same.
@@ -175,6 +160,8 @@ class Study:
                 file = read_study_file(folder)
                 if num_trials is not None:
                     file = file.changed(trials=max(num_trials, file.trials or 0))
+                if sampler is not None:
+                    file = file.changed(sampler=sampler)
             else:
                 file = StudyFile(
                     name=folder.name,
@@ -182,12 +169,14 @@ class Study:
                     seed=seed or 0,
                     storage=_address(storage_url),
                     trials=num_trials,
+                    sampler=sampler or DEFAULT_SAMPLER,
                     environment=this_environment(),
                     space=dict(space.data),
                 )
+            proposer = make_sampler(file.sampler)
             url = absolute_url(storage_url) if storage_url else file.storage
             storage = open_database(url) if url else open_journal(folder)
-            study = cls(folder, file, space, enumeration, storage, num_trials, forecast)
+            study = cls(folder, file, space, enumeration, storage, num_trials, proposer, forecast)
             try:
                 study._claim_storage()
                 write_study_file(folder, file)
@@ -230,7 +219,7 @@ class Study:
                     self.release(assignment)
                     raise
             try:
-                self._table.finish(assignment.number, outcome)
+                self._table.finish(assignment.number, self.space.completed(outcome, assignment.config))
             except UpdateFinishedTrialError:
                 return False
             finally:
@@ -307,7 +296,7 @@ class Study:
             if is_enough or self._repeats is not None:
                 reason = Nothing.DONE
                 break
-            proposal = None if self._is_exhausted else self._propose(trials)
+            proposal = None if self._is_exhausted else self._propose()
             if proposal is None:
                 self._is_exhausted = True
                 reason = Nothing.EXHAUSTED
@@ -321,46 +310,42 @@ class Study:
 
     # What to try next ------------------------------------------------------------------------------------------------
 
-    def _propose(self, trials: Sequence[FrozenTrial]) -> tuple[int, dict[str, Scalar]] | None:
+    def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
-        num_startup = num_startup_trials(self.num_trials)
-        if _num_counted(trials) < num_startup or self._num_rejected >= MAX_REJECTED:
-            chosen = self._draw_new(trials)
-            if chosen is None:
-                return None
-            return self._table.create(Lease.new(1), parameters=chosen), chosen
         number = self._table.create(Lease.new(1))
-        # Each number has a sampler of its own: a study that is continued proposes what it would have proposed anyway,
-        # and two drivers never propose the same.
-        sampler = make_sampler(derive_seed(self.file.seed, "sampler", number), num_startup)
-        return number, suggest(self._table.optuna_trial(number, sampler), self.space)
+        state = self._state(number)
+        sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
+        chosen = sampler.propose(state)
+        if chosen is None:
+            self._reject(number, Record("surplus"))
+            return None
+        self._table.write_parameters(number, chosen)
+        return number, chosen
 
-    def _draw_new(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
-        seen_choices, seen_keys = set(), set()
-        for trial in trials:
-            record = record_of(trial)
-            if record is None or record.role in ("trial", "refused", "cached"):
-                seen_choices.add(tuple(trial.params.items()))
-                seen_keys.add(record.key if record is not None else "")
-        seed = derive_seed(self.file.seed, "uniform", len(trials))
-        draws = uniform_draws(self.space, self._enumeration, seed, self._forecast.ranks if self._forecast else None)
-        fresh = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
-        for chosen in itertools.islice(fresh, MAX_UNIFORM_DRAWS):
-            run = self.space.candidate(chosen).run
-            if run is not None and candidate_key(run) not in seen_keys:
-                return chosen
-        return None
+    def _state(self, number: int) -> SearchState:
+        """What a proposal may depend on. Each number has a seed of its own: a study that is continued proposes what it
+        would have proposed anyway, and two drivers never draw the same."""
+        return SearchState(
+            space=self.space,
+            observations=observations_of(self._table.all()[:number], self.space.objectives),
+            number=number,
+            seed=derive_seed(self.file.seed, "sampler", number),
+            study_seed=self.file.seed,
+            num_trials=self.num_trials,
+            enumeration=self._enumeration,
+            forecast=self._forecast,
+        )
 
     def _decide(self, number: int, chosen: Mapping[str, Scalar]) -> Assignment | None:
         """Make a chosen number a trial, unless it is refused, known, or beyond the budget."""
         candidate = self.space.candidate(chosen)
-        if candidate.run is None:
+        if not candidate.is_legal:
             self._reject(number, Record("refused", rule=candidate.rule))
             return None
-        if self._forecast and (rule := self._forecast.refusal(candidate.run)):
+        if self._forecast and candidate.run and (rule := self._forecast.refusal(candidate.run)):
             self._reject(number, Record("refused", rule=rule))
             return None
-        key = candidate_key(candidate.run)
+        key = candidate.key
         trials = self._table.all()
         for other in trials[:number]:
             record = record_of(other)
@@ -375,10 +360,10 @@ class Study:
             self._reject(number, Record("surplus", key=key))
             return None
         self._num_rejected = 0
-        forecast = self._forecast.of(candidate.run) if self._forecast else {}
-        record = Record("trial", key, candidate.run.plan.describe(), forecast=forecast)
+        forecast = self._forecast.of(candidate.run) if self._forecast and candidate.run else {}
+        record = Record("trial", key, candidate.label, forecast=forecast)
         self._table.write_record(number, record)
-        return self._fresh(number, candidate.run, chosen, record)
+        return self._fresh(number, candidate, chosen, record)
 
     def _reject(self, number: int, record: Record) -> None:
         self._num_rejected += record.role in ("refused", "cached")
@@ -414,9 +399,7 @@ class Study:
         if num_repeats(self._table.all()[:number]) >= count:  # another driver was first
             self._reject(number, Record("surplus"))
             return None
-        run = self.space.candidate(original.params).run
-        assert run is not None
-        return self._fresh(number, run, original.params, record)
+        return self._fresh(number, self.space.candidate(original.params), original.params, record)
 
     # Who runs it -----------------------------------------------------------------------------------------------------
 
@@ -453,12 +436,12 @@ class Study:
 
     def _again(self, trial: FrozenTrial, attempt: int) -> Assignment | None:
         candidate = self.space.candidate(trial.params)
-        assert candidate.run is not None, "the space is the one the trial was made from"
+        assert candidate.is_legal, "the space is the one the trial was made from"
         record = record_of(trial)
         assert record is not None
-        assignment = self._hold(self._assignment(trial.number, candidate.run, trial.params, record), attempt)
+        assignment = self._hold(self._assignment(trial.number, candidate, trial.params, record), attempt)
         end_recorded(assignment.folder)
-        outcome = outcome_of(trial) or evidence(assignment.folder, assignment.config)
+        outcome = outcome_of(trial) or evidence(assignment)
         if outcome is None and attempt > MAX_ATTEMPTS:
             outcome = Outcome(kind="infra", detail=f"given up: its driver ended {attempt - 1} times while it ran")
         if outcome is None:
@@ -466,21 +449,34 @@ class Study:
         self.tell(assignment, outcome)
         return None
 
-    def _fresh(self, number: int, run: RunConfig, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
-        assignment = self._assignment(number, run, chosen, record)
+    def _fresh(self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
+        assignment = self._assignment(number, candidate, chosen, record)
         if assignment.folder.exists():  # of a number that was lost when an older journal was put back
             end_recorded(assignment.folder)
             shutil.rmtree(assignment.folder)
         return self._hold(assignment, 1)
 
-    def _assignment(self, number: int, run: RunConfig, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
-        config = run.changed(
-            name=f"{self.file.name[:100]}-{number}",
-            runtime=run.runtime.changed(seed=derive_seed(self.file.seed, "trial", number)),
-            origin={"study": self.file.name, "trial": str(number)},
+    def _assignment(
+        self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record
+    ) -> Assignment:
+        seed = derive_seed(self.file.seed, "trial", number)
+        config = candidate.run
+        if config is not None:
+            config = config.changed(
+                name=f"{self.file.name[:100]}-{number}",
+                runtime=config.runtime.changed(seed=seed),
+                origin={"study": self.file.name, "trial": str(number)},
+            )
+        return Assignment(
+            number=number,
+            attempt=1,
+            folder=trial_folder(self.folder, number),
+            parameters=dict(chosen),
+            label=candidate.label,
+            seed=seed,
+            config=config,
+            repeat_of=record.of if record.role == "repeat" else None,
         )
-        repeat_of = record.of if record.role == "repeat" else None
-        return Assignment(number, 1, config, trial_folder(self.folder, number), dict(chosen), repeat_of)
 
     def _hold(self, assignment: Assignment, attempt: int) -> Assignment:
         """Take the lease of an attempt and renew it from now on."""

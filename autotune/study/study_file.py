@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from autotune.search.samplers import DEFAULT_SAMPLER
 from autotune.space.objectives import Objective
 from engine.atomic import write_text
 from engine.errors import UserError
@@ -49,6 +50,8 @@ class StudyFile(Schema):
     """Database address (without its password); null for the journal in the study's folder."""
     trials: Count | None = None
     """Trials asked for so far; null while only a time was given."""
+    sampler: str = DEFAULT_SAMPLER
+    """What proposes candidates; may be changed when the study is continued."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine that created it."""
     space: dict[str, Any]

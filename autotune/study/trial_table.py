@@ -9,11 +9,10 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autotune.search.bayes import distribution_of
+from autotune.search.optuna_samplers import distribution_of
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 from autotune.study.lease import Lease, lease_key
@@ -21,7 +20,9 @@ from autotune.study.record import CORPUS_KEY, OUTCOME_KEY, RECORD_KEY, SEARCH_KE
 from engine.outcome import Outcome
 
 FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
-"""Told to the sampler where nothing was measured: finite, and worse than anything real. A constraint goes with them."""
+FAILED_VALUE = 1e30
+"""Stored where nothing was measured: finite, and worse than anything real (negated where more is better). A constraint
+goes with them."""
 FAILED_CONSTRAINT = "failed"
 
 
@@ -67,12 +68,13 @@ class TrialTable:
         trial_id = self._storage.create_new_trial(self._study_id, template)
         return self._storage.get_trial_number_from_id(trial_id)
 
-    def optuna_trial(self, number: int, sampler: BaseSampler | None = None) -> optuna.Trial:
-        """The number as Optuna's trial, whose values ``sampler`` suggests. (``Study.ask`` would create a number itself,
-        without a lease.)"""
-        if sampler is not None:
-            self._study.sampler = sampler
-        return optuna.Trial(self._study, self._id(number))
+    def write_parameters(self, number: int, parameters: Mapping[str, Scalar]) -> None:
+        """Store the values that were chosen for a number."""
+        distributions = {d.name: distribution_of(d) for d in self._space.dimensions}
+        for name, value in parameters.items():
+            distribution = distributions[name]
+            internal = distribution.to_internal_repr(value)
+            self._storage.set_trial_param(self._id(number), name, internal, distribution)
 
     def write_record(self, number: int, record: Record) -> None:
         """Say what the number is."""
@@ -89,20 +91,20 @@ class TrialTable:
         self.tell(number, measured_values(outcome, self._space.objectives))
 
     def tell(self, number: int, values: Mapping[str, float] | None) -> None:
-        """Tell the sampler values and constraints (feasible: at most 0), always finite: a NaN would hide a failure.
+        """Finish a number with values and constraints (feasible: at most 0), always finite: a NaN would hide a failure.
 
         Args:
             number: The number.
             values: Objective name -> value; None for a failure.
         """
         objectives = self._space.objectives
-        trial = self.optuna_trial(number)
+        trial = optuna.Trial(self._study, self._id(number))
         constraints = {FAILED_CONSTRAINT: 0.0 if values is not None else 1.0}
         constraints |= {o.name: _violation(o, values) for o in objectives if o.bound is not None}
         for name, violation in constraints.items():
             if name not in trial.constraints:  # a killed driver may have set it
                 trial.set_constraint(name, violation)
-        told = [FAILED_VALUES[o.name] if values is None else values[o.name] for o in objectives]
+        told = [_failed_value(o) if values is None else values[o.name] for o in objectives]
         self._study.tell(number, told, state=TrialState.COMPLETE, skip_if_finished=True)
 
     def dismiss(self, number: int) -> None:
@@ -136,3 +138,7 @@ class TrialTable:
 
 def _violation(objective: Objective, values: Mapping[str, float] | None) -> float:
     return 1.0 if values is None else objective.violation(values[objective.name])
+
+
+def _failed_value(objective: Objective) -> float:
+    return FAILED_VALUES.get(objective.name, -FAILED_VALUE if objective.direction == "maximize" else FAILED_VALUE)

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from autotune.search.forecast import Forecasted
 from autotune.space.objectives import Objective, ObjectiveName
-from autotune.study.snapshot import Forecasted, StudySnapshot, TrialRow
+from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, Outcome
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;{{ 7 * 7 }}[red]'\"`"

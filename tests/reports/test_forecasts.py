@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.study.snapshot import Forecasted
+from autotune.search.forecast import Forecasted
 from reports import info
 from reports.forecasts import get_forecasts
 from reports.render import render_report

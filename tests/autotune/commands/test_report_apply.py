@@ -7,7 +7,8 @@ import pytest
 
 from autotune.cli import main
 from autotune.space.grammar import load_space
-from autotune.study.study import Assignment, Study
+from autotune.study.assignment import Assignment
+from autotune.study.study import Study
 from engine.atomic import make_folder, write_text
 from engine.config import dump_run, load_run
 from engine.outcome import Outcome

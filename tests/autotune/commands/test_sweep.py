@@ -18,7 +18,8 @@ from autotune.cli import main
 from autotune.commands.sweep_view import SweepView
 from autotune.space.grammar import load_space
 from autotune.specs.cluster import ClusterSpec
-from autotune.study.study import Assignment, Study, load_snapshot
+from autotune.study.assignment import Assignment
+from autotune.study.study import Study, load_snapshot
 from engine.outcome import Outcome
 from engine.yaml_file import dump_yaml
 
@@ -176,8 +177,8 @@ def test_ctrl_c_ends_the_children_and_says_how_to_go_on(space: Path, tmp_path: P
 @pytest.mark.unit
 def test_the_live_view_shows_trials_failures_and_time_left(tmp_path: Path) -> None:
     from autotune.space.objectives import Objective
+    from autotune.study.assignment import Assignment
     from autotune.study.snapshot import StudySnapshot, TrialRow
-    from autotune.study.study import Assignment
     from engine.config import RunConfig
     from engine.outcome import Outcome
     from engine.schema import parse
@@ -191,11 +192,12 @@ def test_the_live_view_shows_trials_failures_and_time_left(tmp_path: Path) -> No
     console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
     view = SweepView(console, snapshot, 6, 1)
     for number, loss in enumerate((2.5, 2.0, 4.0), start=1):
-        assignment = Assignment(number, 1, config, tmp_path, {"hyperparameters.learning_rate": 0.00123})
+        chosen = {"hyperparameters.learning_rate": 0.00123}
+        assignment = Assignment(number, 1, tmp_path, chosen, config.plan.describe(), 0, config)
         view.started(assignment)
         outcome = Outcome(kind="ok", tokens_per_second=100.0 * number, held_out_loss=loss, wall_seconds=10.0)
         view.finished(assignment, outcome)
-    view.started(Assignment(9, 1, config, tmp_path, {}))
+    view.started(Assignment(9, 1, tmp_path, {}, "single", 0, config))
     console.print(view._render())
     text = console.export_text()
     assert "4 of 6 trials" in text

@@ -8,10 +8,12 @@ import pytest
 
 from autotune.space.enumerate import Enumeration
 from autotune.space.grammar import load_space
-from autotune.space.space import Space
+from autotune.space.training import TrainingSpace
+from autotune.study.assignment import Assignment
 from autotune.study.devices import DevicePool
 from autotune.study.driver import Driver
-from autotune.study.study import Assignment, Study
+from autotune.study.executor import LocalExecutor
+from autotune.study.study import Study
 from engine.outcome import Outcome
 
 FAKE_TRAINER = str(Path(__file__).with_name("fake_trainer.py"))
@@ -58,10 +60,10 @@ def fake(*arguments: str) -> Callable[[Assignment], list[str]]:
 
 
 @pytest.fixture
-def make_space(tmp_path: Path) -> Callable[..., tuple[Space, Enumeration]]:
+def make_space(tmp_path: Path) -> Callable[..., tuple[TrainingSpace, Enumeration]]:
     """Loads the small space, or another text, with overrides."""
 
-    def make(*overrides: str, text: str = SPACE) -> tuple[Space, Enumeration]:
+    def make(*overrides: str, text: str = SPACE) -> tuple[TrainingSpace, Enumeration]:
         path = tmp_path / "small.yaml"
         path.write_text(text)
         return load_space(path, overrides)
@@ -70,7 +72,7 @@ def make_space(tmp_path: Path) -> Callable[..., tuple[Space, Enumeration]]:
 
 
 @pytest.fixture
-def open_study(tmp_path: Path, make_space: Callable[..., tuple[Space, Enumeration]]):  # type: ignore[no-untyped-def]
+def open_study(tmp_path: Path, make_space: Callable[..., tuple[TrainingSpace, Enumeration]]):  # type: ignore[no-untyped-def]
     """Opens a study of the small space below ``tmp_path``; closed at the end."""
     opened: list[Study] = []
 
@@ -92,7 +94,7 @@ def drive(tmp_path: Path):  # type: ignore[no-untyped-def]
     def run(study: Study, *arguments: str, workers: int = 1, log: Log | None = None) -> Log:
         log = log or Log()
         pool = DevicePool(study.space.cluster, tmp_path / "devices")
-        Driver(study, pool, log, workers, command=fake(*(arguments or ("ok",)))).run()
+        Driver(study, LocalExecutor(pool, fake(*(arguments or ("ok",)))), log, workers).run()
         return log
 
     return run

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 from autotune.space.grammar import load_space
+from autotune.study.assignment import Assignment
 from autotune.study.devices import DevicePool
 from autotune.study.driver import Driver
-from autotune.study.study import Assignment, Study
+from autotune.study.executor import LocalExecutor
+from autotune.study.study import Study
 from engine.outcome import Outcome
 
 FAKE_TRAINER = str(Path(__file__).with_name("fake_trainer.py"))
@@ -32,7 +34,8 @@ def main() -> None:
     space, enumeration = load_space(space_file)
     study = Study.create_or_open(Path(folder), space, enumeration, num_trials=int(num_trials))
     pool = DevicePool(space.cluster, Path(folder).parent / "devices")
-    driver = Driver(study, pool, Silent(), 2, command=lambda _: [sys.executable, FAKE_TRAINER, *arguments])
+    executor = LocalExecutor(pool, lambda _: [sys.executable, FAKE_TRAINER, *arguments])
+    driver = Driver(study, executor, Silent(), 2)
     signal.signal(signal.SIGTERM, lambda *_: driver.stop_soon())
     driver.run()
     study.close()

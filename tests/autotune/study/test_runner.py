@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.space.space import TrialLimits
+from autotune.study.assignment import Assignment
 from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
 from autotune.study.runner import Stop, end_recorded, engine_command, evidence, run_trial
 from engine.config import RunConfig
@@ -138,10 +140,11 @@ def test_a_new_driver_ends_what_the_last_one_left(tmp_path: Path) -> None:
 
 def test_evidence_counts_only_for_its_own_configuration(tmp_path: Path) -> None:
     outcome = run(tmp_path, "ok")
-    assert evidence(tmp_path, CONFIG) == outcome
-    assert evidence(tmp_path, CONFIG.changed(plan=Plan(micro_batch_size=2))) is None
+    own = Assignment(number=0, attempt=2, folder=tmp_path, parameters={}, label="", seed=0, config=CONFIG)
+    assert evidence(own) == outcome
+    assert evidence(replace(own, config=CONFIG.changed(plan=Plan(micro_batch_size=2)))) is None
     write_outcome(tmp_path, Outcome(kind="interrupted"))
-    assert evidence(tmp_path, CONFIG) is None
+    assert evidence(own) is None
 
 
 def test_an_earlier_outcome_is_no_outcome_of_the_next_attempt(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from autotune.study.assignment import Assignment
 from autotune.study.store import (
     BACKUP_FILE,
     JOURNAL_FILE,
@@ -21,7 +22,7 @@ from autotune.study.store import (
     open_journal,
     read_journal,
 )
-from autotune.study.study import Assignment, Study, load_snapshot
+from autotune.study.study import Study, load_snapshot
 from engine.errors import UserError
 from engine.outcome import Outcome
 

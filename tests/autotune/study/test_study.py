@@ -234,7 +234,7 @@ def test_a_telling_that_was_cut_short_is_finished(open_study: OpenStudy, num_wri
     lost = asked(study)
     study._table._write(lost.number, "outcome", Outcome(kind="oom").model_dump_json())
     if num_writes == 2:
-        study._table.optuna_trial(lost.number).set_constraint("failed", 1.0)
+        optuna.Trial(study._table._study, study._table._id(lost.number)).set_constraint("failed", 1.0)
     forget(study)
     study = open_study(num_trials=2)
     assert asked(study).number != lost.number

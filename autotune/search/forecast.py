@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from autotune.cost.software import OWN_ENGINE
 from autotune.search import pareto
 from autotune.space.enumerate import Enumeration
 from autotune.space.objectives import Objective, ObjectiveName
-from autotune.space.space import Space
-from autotune.study.snapshot import Forecasted
+from autotune.space.training import TrainingSpace
 from engine.config import RunConfig
 from engine.errors import UserError
 from engine.plan import PlanTable, plan_table
@@ -37,6 +36,14 @@ NUMERICS = ("precision", "gradient_compression", "expert_capacity_factor", "glob
 """Columns that change what a run learns: candidates that differ in none of them train alike."""
 
 
+class Forecasted(NamedTuple):
+    """What the cost model said of an objective before the trial."""
+
+    value: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Predicted:
     """An objective's forecast for ``n`` candidates, each ``[n]``."""
@@ -50,7 +57,7 @@ class Predicted:
 class Forecast:
     """Estimates of a space's candidates. Made by ``make``."""
 
-    space: Space
+    space: TrainingSpace
     enumeration: Enumeration
     """The plans that are worth a trial; those that are not are counted in ``removed`` under the names above."""
     ranks: np.ndarray
@@ -59,7 +66,7 @@ class Forecast:
     """Values of ``NUMERICS`` -> costs of all plans that train alike."""
 
     @classmethod
-    def make(cls, space: Space, enumeration: Enumeration) -> Self:
+    def make(cls, space: TrainingSpace, enumeration: Enumeration) -> Self:
         """Estimate every plan of a space.
 
         Raises:
@@ -114,7 +121,7 @@ def _table_of(run: RunConfig) -> PlanTable:
     return plan_table([(run.plan, run.hyperparameters.global_batch_size, run.workload.sequence_length)])
 
 
-def _predict_all(space: Space, table: PlanTable) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
+def _predict_all(space: TrainingSpace, table: PlanTable) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
     """Forecasts and which plans may fit, in chunks: a table may have millions of rows."""
     optimizer = space.fixed.get("hyperparameters.optimizer", "adamw")
     num_rows = len(table["tp"])
@@ -133,7 +140,7 @@ def _predict_all(space: Space, table: PlanTable) -> tuple[dict[ObjectiveName, Pr
 
 
 def _predict(
-    space: Space, table: PlanTable, optimizer: Literal["adamw", "sgd"]
+    space: TrainingSpace, table: PlanTable, optimizer: Literal["adamw", "sgd"]
 ) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
     estimates = estimate(space.model, space.cluster, table, software=OWN_ENGINE, optimizer=optimizer)
     tokens = table["global_batch_size"] * table["sequence_length"]
@@ -210,7 +217,7 @@ def _front_layers(costs: Sequence[Predicted]) -> np.ndarray:
 
 
 def _why_nothing_fits(
-    space: Space, predicted: Mapping[ObjectiveName, Predicted], removed: Mapping[str, np.ndarray]
+    space: TrainingSpace, predicted: Mapping[ObjectiveName, Predicted], removed: Mapping[str, np.ndarray]
 ) -> str:
     if removed[MEMORY].all():
         least = format_bytes(float(predicted["memory"].low.min()))

@@ -6,10 +6,13 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autotune.search.bayes import derive_seed, distribution_of, make_sampler, num_startup_trials, suggest, uniform_draws
+from autotune.search.optuna_samplers import distribution_of, num_startup_trials
+from autotune.search.seeds import derive_seed
+from autotune.search.uniform import uniform_draws
 from autotune.space.enumerate import Enumeration
 from autotune.space.grammar import load_space
-from autotune.space.space import MESH, Dimension, Space
+from autotune.space.space import Dimension
+from autotune.space.training import MESH, TrainingSpace
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +37,7 @@ space:
 """
 
 
-def load(folder: Path, text: str) -> tuple[Space, Enumeration]:
+def load(folder: Path, text: str) -> tuple[TrainingSpace, Enumeration]:
     path = folder / "space.yaml"
     path.write_text(text)
     return load_space(path)
@@ -66,18 +69,6 @@ def test_a_small_discrete_space_is_gone_through_once(tmp_path: Path) -> None:
     draws = [tuple(chosen.items()) for chosen in uniform_draws(space, enumeration, 0)]
     # One process, or two with one of two ZeRO stages; times batches; times warm-ups.
     assert len(draws) == len(set(draws)) == (1 + 2) * 2 * 2
-
-
-def test_suggestions_are_candidates_of_the_space(tmp_path: Path) -> None:
-    space, _ = load(tmp_path, MIXED)
-    study = optuna.create_study(directions=["maximize", "minimize"])
-    for number in range(20):
-        study.sampler = make_sampler(derive_seed(0, number), num_startup=5)
-        trial = study.ask()
-        chosen = suggest(trial, space)
-        assert space.candidate(chosen).rule not in ("value", "constraint")
-        trial.set_constraint("failed", float(number % 3 == 0))
-        study.tell(trial, [float(number), 1.0])
 
 
 def test_an_int_range_ends_on_its_last_step() -> None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from autotune.cost.estimate import HIDDEN_PARTS, MEMORY_PARTS, TIME_PARTS, EstimateTable
-from autotune.search.bayes import uniform_draws
+from autotune.search import forecast as module
+from autotune.search.forecast import DOMINATED, MEMORY, Forecast, Predicted
+from autotune.search.uniform import uniform_draws
 from autotune.space.grammar import load_space
-from autotune.study import forecast as module
-from autotune.study.forecast import DOMINATED, MEMORY, Forecast, Predicted
+from autotune.study.assignment import Assignment
 from autotune.study.record import record_of
-from autotune.study.study import Assignment, Study, load_snapshot
+from autotune.study.study import Study, load_snapshot
 from engine.errors import UserError
 from engine.outcome import Outcome
 from engine.plan import PlanTable

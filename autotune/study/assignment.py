@@ -1,0 +1,34 @@
+"""A trial to run, as it is handed from a study to whatever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.space.space import Scalar
+from engine.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A trial to run now, by whoever got it."""
+
+    number: int
+    attempt: int
+    folder: Path
+    parameters: Mapping[str, Scalar]
+    """What was chosen, by dimension."""
+    label: str
+    """The candidate in a few words."""
+    seed: int
+    """For all that is random in it; a function of the study's seed and the trial's number."""
+    config: RunConfig | None = None
+    """The run of the engine; None for a user's own program or function."""
+    repeat_of: int | None = None
+    """The trial it repeats with another seed."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices it needs for itself."""
+        return self.config.plan.world_size if self.config else 1
