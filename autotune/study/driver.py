@@ -1,28 +1,24 @@
-"""Runs a study's trials on this machine, several at once on devices of their own, until the budget is used up."""
+"""Runs a study's trials, several at once, until the budget is used up."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from optuna.exceptions import StorageInternalError
 
-from autotune.space.space import TrialLimits
-from autotune.specs.machine import memory_limit_bytes
-from autotune.study.devices import DevicePool, Devices
-from autotune.study.runner import MEMORY_SHARE, Stop, run_trial
-from autotune.study.study import Assignment, Nothing, Study
-from engine.config import RunConfig
+from autotune.study.assignment import Assignment
+from autotune.study.executor import Executor
+from autotune.study.runner import Stop
+from autotune.study.study import Nothing, Study
 from engine.errors import UserError
 from engine.outcome import Outcome
 
 WAIT_SECONDS = 0.5
-WAIT_TOLD_SECONDS = 3.0
-"""Waiting so long for another sweep's devices is worth a word."""
 STORAGE_PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Pauses before another try when the storage fails."""
 NUM_INFRA_RETRIES = 1
@@ -36,7 +32,7 @@ class Listener(Protocol):
     """Is told what happens, from several threads."""
 
     def waiting(self) -> None:
-        """Another sweep of this machine holds the devices."""
+        """Others hold the devices."""
 
     def started(self, assignment: Assignment) -> None:
         """A trial begins (again)."""
@@ -56,13 +52,11 @@ class Driver:
     """Works on a study with several workers; ``stop_soon`` and ``stop_now`` may be called from signal handlers."""
 
     study: Study
-    pool: DevicePool
+    executor: Executor
     listener: Listener
     num_workers: int = 1
     time_limit_seconds: float | None = None
     """No trial is started after this; those that run end as they would."""
-    command: Callable[[Assignment], Sequence[str]] | None = None
-    """Stands in for the engine."""
     _stop: Stop = Stop.NO
     _error: BaseException | None = None
     _deadline: float = field(default=float("inf"))
@@ -128,59 +122,33 @@ class Driver:
             return None
 
     def _run(self, assignment: Assignment) -> None:
-        with self._devices(assignment.config.plan.world_size) as devices:
-            for retries_left in range(NUM_INFRA_RETRIES, -1, -1):
-                if devices is None or self.is_stopping:
-                    self._release(assignment)
-                    return
-                self.listener.started(assignment)
-                outcome = self._outcome(assignment, devices)
-                if self._stop_of(assignment) and outcome.kind in ("interrupted", "infra"):
-                    self._release(assignment)
-                    return
-                if outcome.kind != "infra" or not retries_left:
-                    break
-                self.listener.retried(assignment, outcome)
-                assignment = self.study.retry(assignment)
+        for retries_left in range(NUM_INFRA_RETRIES, -1, -1):
+            outcome = None if self.is_stopping else self._outcome(assignment)
+            if outcome is None or (self._stop_of(assignment) and outcome.kind in ("interrupted", "infra")):
+                self._release(assignment)
+                return
+            if outcome.kind != "infra" or not retries_left:
+                break
+            self.listener.retried(assignment, outcome)
+            assignment = _patiently(partial(self.study.retry, assignment))
         if _patiently(lambda: self.study.tell(assignment, outcome)):
             self.listener.finished(assignment, outcome)
 
-    def _outcome(self, assignment: Assignment, devices: Devices) -> Outcome:
-        config, limits = assignment.config, self.study.space.limits
-        return run_trial(
-            config,
-            assignment.folder,
-            limits=with_memory_share(limits, config, self.pool.num_devices),
-            devices=devices,
+    def _outcome(self, assignment: Assignment) -> Outcome | None:
+        return self.executor.run(
+            assignment,
+            self.study.space.limits,
             stop=lambda: self._stop_of(assignment),
-            command=self.command(assignment) if self.command else None,
+            on_start=lambda: self.listener.started(assignment),
+            on_waiting=self.listener.waiting,
         )
 
     def _stop_of(self, assignment: Assignment) -> Stop:
         return Stop.NOW if self.study.is_lost(assignment.number) else self._stop
 
     def _release(self, assignment: Assignment) -> None:
-        self.study.release(assignment)
+        _patiently(lambda: self.study.release(assignment))
         self.listener.released(assignment)
-
-    @contextmanager
-    def _devices(self, count: int) -> Iterator[Devices | None]:
-        patience_ends = time.monotonic() + WAIT_TOLD_SECONDS
-        is_told = False
-
-        def should_stop() -> bool:
-            nonlocal is_told
-            if not is_told and time.monotonic() > patience_ends and not self.pool.num_held:
-                is_told = True
-                self.listener.waiting()
-            return self.is_stopping
-
-        devices = self.pool.acquire(count, should_stop)
-        try:
-            yield devices
-        finally:
-            if devices is not None:
-                self.pool.release(devices)
 
 
 def _patiently(call: Callable[[], Result]) -> Result:
@@ -198,11 +166,3 @@ def _patiently(call: Callable[[], Result]) -> Result:
                     hint="bring it back; the same command goes on where it was",
                 ) from error
             time.sleep(pause_seconds)
-
-
-def with_memory_share(limits: TrialLimits, config: RunConfig, num_devices: int) -> TrialLimits:
-    """The limits with a memory limit: the one that was set, else the trial's share of the machine's, by devices."""
-    if limits.memory_bytes is not None:
-        return limits
-    share = min(1.0, config.plan.world_size / num_devices)
-    return limits.changed(memory_bytes=int(memory_limit_bytes() * MEMORY_SHARE * share))
