@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from autotune.prior.robust import Floats
 from engine.telemetry import StepRecord
-
-Floats = npt.NDArray[np.float64]
 
 _COLUMNS = (
     "step", "tokens", "time", "loss", "learning_rate", "scale", "grad_norm", "step_seconds", "micro_batch_size",

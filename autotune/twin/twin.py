@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from autotune.prior.loss_law import LossLaw, RatePath, fit_loss_law
 from autotune.twin.health import Finding, assess
 from autotune.twin.history import Floats, History
 from autotune.twin.interval import AdaptiveInterval
-from autotune.twin.loss_law import LossLaw, RatePath, fit_loss_law
 from autotune.twin.throughput import StepTime, step_time
 from engine.config import RunConfig
 from engine.schedule import learning_rate_at

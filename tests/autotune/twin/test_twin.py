@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.prior.loss_law import RatePath, fit_loss_law
 from autotune.twin.interval import AdaptiveInterval
-from autotune.twin.loss_law import RatePath, fit_loss_law
 from autotune.twin.twin import Twin
 from engine.config import RunConfig
 from engine.spec import Hyperparameters, ModelSpec, Workload

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.twin.history import Floats
-from autotune.twin.loss_law import DropTerm, LossLaw, RatePath, fit_loss_law
+from autotune.prior.loss_law import DropTerm, LossLaw, RatePath, fit_loss_law
+from autotune.prior.robust import Floats
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from autotune.twin.history import Floats
+Floats = npt.NDArray[np.float64]
 
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of normal data over its median absolute deviation."""

@@ -19,8 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from autotune.twin.history import Floats
-from autotune.twin.robust import MAD_TO_SIGMA
+from autotune.prior.robust import MAD_TO_SIGMA, Floats
 
 MIN_POINTS = 6
 """Fewest points that the power law is fitted to."""
