@@ -5,19 +5,24 @@ The study that users see in their storage holds values as measured; what sampler
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autotune.search.hygiene import costs_of, violations_of
-from autotune.search.sampler import Observation, SearchState
-from autotune.search.uniform import UniformSampler
+from autotune.search.sampler import SearchState
+from autotune.search.uniform import UniformSampler, is_new
 from autotune.space.space import Dimension, Scalar, Space
+
+MAX_ASKED = 10
+"""Proposals of a sampler that are illegal or known already before one is drawn uniformly."""
 
 
 def num_startup_trials(num_trials: int | None) -> int:
@@ -25,10 +30,30 @@ def num_startup_trials(num_trials: int | None) -> int:
     return 10 if num_trials is None else min(20, max(5, num_trials // 4))
 
 
+def population_size(num_trials: int | None) -> int:
+    """Trials of a generation: a sixth of the budget, from 6 to 50, so that about six generations fit in."""
+    return 12 if num_trials is None else min(50, max(6, num_trials // 6))
+
+
 def tree_parzen(seed: int) -> BaseSampler:
     """Tree-structured Parzen estimators: several objectives, constraints, conditions; trials that still run count as
     bad, so that parallel proposals spread out."""
     return TPESampler(seed=seed, n_startup_trials=1)
+
+
+def gaussian_process(seed: int) -> BaseSampler:
+    """Gaussian processes with expected (hypervolume) improvement; conditional dimensions are drawn at random."""
+    return GPSampler(seed=seed, n_startup_trials=1, warn_independent_sampling=False)
+
+
+def nsga2(seed: int, size: int) -> NSGAIISampler:
+    """Non-dominated sorting with crowding distance."""
+    return NSGAIISampler(seed=seed, population_size=size)
+
+
+def nsga3(seed: int, size: int) -> NSGAIIISampler:
+    """Non-dominated sorting with reference points."""
+    return NSGAIIISampler(seed=seed, population_size=size)
 
 
 @dataclass(frozen=True)
@@ -42,27 +67,71 @@ class OptunaSampler:
         """See ``Sampler``."""
         if len(state.tried) < num_startup_trials(state.num_trials):
             return UniformSampler().propose(state)
-        study = optuna.create_study(
-            directions=["minimize"] * len(state.space.objectives), sampler=self.make(state.seed)
-        )
-        study.add_trials(trials_of(state.space, state.observations))
-        return suggest(study.ask(), state.space)
+        return _asked(state, self.make(state.seed), trials_of(state))
 
 
-def trials_of(space: Space, observations: Sequence[Observation]) -> list[FrozenTrial]:
-    """Observations as Optuna's trials: costs to be minimised, violations as constraints."""
+@dataclass(frozen=True)
+class GeneticSampler:
+    """Proposals of a genetic algorithm of Optuna. Generations are the trials in order, so many at a time; the first is
+    drawn uniformly from the legal candidates."""
+
+    make: Callable[[int, int], NSGAIISampler | NSGAIIISampler]
+    """From a seed and the size of a generation to the sampler."""
+
+    def propose(self, state: SearchState) -> dict[str, Scalar] | None:
+        """See ``Sampler``."""
+        size = population_size(state.num_trials)
+        if len(state.tried) < size:
+            return UniformSampler().propose(state)
+        sampler = self.make(state.seed, size)
+        return _asked(state, sampler, trials_of(state, generation_key=sampler._get_generation_key(), size=size))
+
+
+def _asked(state: SearchState, sampler: BaseSampler, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
+    """The first legal and new proposal of a sampler; drawn uniformly when it has none."""
+    study = optuna.create_study(directions=["minimize"] * len(state.space.objectives), sampler=sampler)
+    study.add_trials(trials)
+    is_fresh = is_new(state)
+    for _ in range(MAX_ASKED):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fits on few or equal values, which the next trials mend
+            chosen = suggest(study.ask(), state.space)
+        if is_fresh(chosen):
+            return chosen
+    return UniformSampler().propose(state)
+
+
+def trials_of(state: SearchState, *, generation_key: str = "", size: int = 0) -> list[FrozenTrial]:
+    """Observations as Optuna's trials: costs to be minimised, violations as constraints.
+
+    Args:
+        state: Of the search.
+        generation_key: Attribute that a genetic algorithm keeps a trial's generation in.
+        size: Trials of a generation. Proposals that were refused are of none.
+    """
+    space, observations = state.space, state.observations
     distributions = {dimension.name: distribution_of(dimension) for dimension in space.dimensions}
-    costs, violations = costs_of(observations, space.objectives), violations_of(observations, space.objectives)
-    return [
-        create_trial(
-            state=TrialState.RUNNING if observation.state == "running" else TrialState.COMPLETE,
-            values=None if observation.state == "running" else costs[row].tolist(),
-            params=dict(observation.parameters),
-            distributions={name: distributions[name] for name in observation.parameters},
-            constraints=None if observation.state == "running" else _named(violations[row]),
+    costs = costs_of(observations, space.objectives, state.predicted_best)
+    violations = violations_of(observations, space.objectives)
+    num_ended = 0
+    trials = []
+    for row, observation in enumerate(observations):
+        is_running = observation.state == "running"
+        attributes: dict[str, Any] = {}
+        if size and observation.state in ("ok", "failed"):
+            attributes[generation_key] = num_ended // size
+            num_ended += 1
+        trials.append(
+            create_trial(
+                state=TrialState.RUNNING if is_running else TrialState.COMPLETE,
+                values=None if is_running else costs[row].tolist(),
+                params=dict(observation.parameters),
+                distributions={name: distributions[name] for name in observation.parameters},
+                constraints=None if is_running else _named(violations[row]),
+                system_attrs=attributes,
+            )
         )
-        for row, observation in enumerate(observations)
-    ]
+    return trials
 
 
 def _named(violations: np.ndarray) -> dict[str, float]:

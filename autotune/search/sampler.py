@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from autotune.prior.predict import TaskPrior
 from autotune.search.forecast import Forecast
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Scalar, Space
+
+SUPPORT_TEXTS = {
+    "extrapolated": "the prior extrapolates, so its interval is wide",
+    "outside": "the prior knows nothing near this run, so it decides little",
+}
+"""Support of a prior -> what that means."""
 
 ObservationState = Literal["running", "ok", "failed", "refused"]
 
@@ -66,6 +72,12 @@ class SearchState:
         """What ran or runs."""
         return tuple(o for o in self.observations if o.state != "refused")
 
+    @property
+    def predicted_best(self) -> dict[str, float]:
+        """Objective name -> the best value that the prior predicts, where it does."""
+        level = self.task_prior.loss_level() if self.task_prior else None
+        return {} if level is None else {"quality": level[0]}
+
 
 class Sampler(Protocol):
     """Proposes candidates."""
@@ -78,3 +90,30 @@ class Sampler(Protocol):
         Returns:
             Dimension name -> value, in the space's order; None when there is nothing new in the space.
         """
+
+
+@runtime_checkable
+class Remarking(Protocol):
+    """A sampler that has something to say of its search."""
+
+    def remarks(self, state: SearchState) -> list[str]:
+        """Sentences for people on what the observations say so far, the most important first. As pure as ``propose``,
+        and asked only now and then."""
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A sampler that knows what one more trial may bring."""
+
+    def expected_gain(self, state: SearchState) -> float:
+        """The growth of the hypervolume that one more trial is expected to bring, as a share of what the trials so far
+        dominate (in the box of their front, ``pareto.hypervolume``); infinite while nothing is feasible."""
+
+
+def remarks_of(sampler: Sampler, state: SearchState) -> list[str]:
+    """What a search has to say: of the prior, and of its sampler where that speaks."""
+    remarks = []
+    if state.task_prior is not None and state.task_prior.support != "inside":
+        because = "; ".join(state.task_prior.reasons)
+        remarks.append(SUPPORT_TEXTS[state.task_prior.support] + (f": {because}" if because else ""))
+    return remarks + (sampler.remarks(state) if isinstance(sampler, Remarking) else [])

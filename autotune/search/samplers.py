@@ -17,14 +17,48 @@ def _tpe() -> Sampler:
     return OptunaSampler(tree_parzen)
 
 
+def _gp() -> Sampler:
+    from autotune.search.optuna_samplers import OptunaSampler, gaussian_process
+
+    return OptunaSampler(gaussian_process)
+
+
+def _nsga2() -> Sampler:
+    from autotune.search.optuna_samplers import GeneticSampler, nsga2
+
+    return GeneticSampler(nsga2)
+
+
+def _nsga3() -> Sampler:
+    from autotune.search.optuna_samplers import GeneticSampler, nsga3
+
+    return GeneticSampler(nsga3)
+
+
+def _qmc() -> Sampler:
+    from autotune.search.uniform import SobolSampler
+
+    return SobolSampler()
+
+
 def _random() -> Sampler:
     from autotune.search.uniform import UniformSampler
 
     return UniformSampler()
 
 
-SAMPLERS: Mapping[str, Callable[[], Sampler]] = {"tpe": _tpe, "random": _random}
+SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
+    "tpe": _tpe,
+    "gp": _gp,
+    "nsga2": _nsga2,
+    "nsga3": _nsga3,
+    "qmc": _qmc,
+    "random": _random,
+}
 """Name -> what makes it; libraries are imported then."""
+
+EXTRAS: Mapping[str, str] = {"rl": "rl"}
+"""Name of a sampler -> the extra of this package that has what it needs."""
 
 
 def make_sampler(name: str) -> Sampler:
@@ -37,4 +71,13 @@ def make_sampler(name: str) -> Sampler:
         close = difflib.get_close_matches(name, SAMPLERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SAMPLERS)}"
         raise UserError(f"there is no sampler {name!r}", hint=hint)
-    return SAMPLERS[name]()
+    try:
+        return SAMPLERS[name]()
+    except ImportError as error:
+        extra = EXTRAS.get(name)
+        if extra is None:
+            raise
+        raise UserError(
+            f"the sampler {name!r} needs {error.name or 'a package'}, which is not installed",
+            hint=f"pip install 'paretune[{extra}]', or choose another sampler",
+        ) from None

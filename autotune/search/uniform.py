@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
 from autotune.search.sampler import SearchState
+from autotune.search.seeds import derive_seed
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Dimension, Scalar, Space
 from autotune.space.training import MESH, mesh_word
@@ -27,16 +29,75 @@ class UniformSampler:
     def propose(self, state: SearchState) -> dict[str, Scalar] | None:
         """See ``Sampler``. None when ``MAX_DRAWS`` draws gave nothing new."""
         seen_choices = {tuple(observation.parameters.items()) for observation in state.observations}
-        candidates = (state.space.candidate(o.parameters) for o in state.observations)
-        seen_keys = {candidate.key for candidate in candidates if candidate.is_legal}
-        ranks = state.forecast.ranks if state.forecast else None
-        draws = uniform_draws(state.space, state.enumeration, state.seed, ranks)
-        fresh = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
-        for chosen in itertools.islice(fresh, MAX_DRAWS):
-            candidate = state.space.candidate(chosen)
-            if candidate.is_legal and candidate.key not in seen_keys:
-                return chosen
-        return None
+        is_fresh = is_new(state)
+        draws = uniform_draws(state.space, state.enumeration, state.seed, _ranks(state))
+        unseen = (chosen for chosen in draws if tuple(chosen.items()) not in seen_choices)
+        return next((chosen for chosen in itertools.islice(unseen, MAX_DRAWS) if is_fresh(chosen)), None)
+
+
+class SobolSampler:
+    """The points of a scrambled Sobol sequence by the proposal's number; a candidate at random where a point is illegal
+    or known already, as in a small discrete space."""
+
+    def propose(self, state: SearchState) -> dict[str, Scalar] | None:
+        """See ``Sampler``."""
+        from scipy.stats.qmc import Sobol
+
+        grid = _Grid.of(state.space, state.enumeration, _ranks(state))
+        sequence = Sobol(1 + len(grid.others), scramble=True, rng=derive_seed(state.study_seed, "sobol"))
+        if state.number:
+            sequence.fast_forward(state.number)
+        chosen = grid.point(sequence.random(1)[0])
+        return chosen if is_new(state)(chosen) else UniformSampler().propose(state)
+
+
+def is_new(state: SearchState) -> Callable[[Mapping[str, Scalar]], bool]:
+    """What tells whether chosen values are a legal candidate that is none of the observations."""
+    candidates = (state.space.candidate(o.parameters) for o in state.observations)
+    keys = {candidate.key for candidate in candidates if candidate.is_legal}
+
+    def is_fresh(chosen: Mapping[str, Scalar]) -> bool:
+        candidate = state.space.candidate(chosen)
+        return candidate.is_legal and candidate.key not in keys
+
+    return is_fresh
+
+
+def _ranks(state: SearchState) -> np.ndarray | None:
+    return state.forecast.ranks if state.forecast else None
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A space as the unit cube of the legal plans (one coordinate) and everything else."""
+
+    space: Space
+    enumeration: Enumeration | None
+    from_table: tuple[Dimension, ...]
+    """What a legal plan tells."""
+    others: tuple[Dimension, ...]
+    ranks: np.ndarray
+    """``[num_legal]`` ints, 0 for the most promising plans."""
+    cumulative: np.ndarray
+    """Weights of the plans, summed up: one is half as likely as one of the rank before."""
+
+    @classmethod
+    def of(cls, space: Space, enumeration: Enumeration | None, ranks: np.ndarray | None) -> Self:
+        """All plans are alike without ranks."""
+        ranks = np.zeros(enumeration.num_legal if enumeration else 1, dtype=np.int64) if ranks is None else ranks
+        from_table = tuple(d for d in space.dimensions if enumeration and _is_enumerated(d))
+        others = tuple(d for d in space.dimensions if d not in from_table)
+        return cls(space, enumeration, from_table, others, ranks, np.cumsum(0.5**ranks))
+
+    def point(self, unit: np.ndarray) -> dict[str, Scalar]:
+        """The chosen values at ``unit``, ``[1 + number of others]``, each from 0 to 1: first the plan's coordinate."""
+        row = int(np.searchsorted(self.cumulative, unit[0] * self.cumulative[-1], side="right"))
+        values = {d.name: _quantile(d, float(u)) for d, u in zip(self.others, unit[1:], strict=True)}
+        return self.chosen(min(row, len(self.cumulative) - 1), values)
+
+    def chosen(self, row: int, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """The plan of a row with values of everything else."""
+        return self.space.active({**_row(self.enumeration, row, self.from_table), **values})
 
 
 def uniform_draws(
@@ -54,27 +115,22 @@ def uniform_draws(
             endless one a plan is half as likely as one of the rank before. None draws plans uniformly.
     """
     rng = np.random.default_rng(seed)
-    rows = enumeration.num_legal if enumeration else 1
-    ranks = np.zeros(rows, dtype=np.int64) if ranks is None else ranks
-    from_table = [d for d in space.dimensions if enumeration and _is_enumerated(d)]
-    others = [d for d in space.dimensions if d not in from_table]
-    choices = [dimension.choices() for dimension in others]
+    grid = _Grid.of(space, enumeration, ranks)
+    choices = [dimension.choices() for dimension in grid.others]
     if all(options is not None for options in choices):
         sizes = [len(options or ()) for options in choices]
-        if rows * math.prod(sizes) <= MAX_EXHAUSTIVE:
-            cells = list(itertools.product(range(rows), *map(range, sizes)))
+        if len(grid.ranks) * math.prod(sizes) <= MAX_EXHAUSTIVE:
+            cells = list(itertools.product(range(len(grid.ranks)), *map(range, sizes)))
             order = rng.permutation(len(cells))
-            by_rank = np.argsort(ranks[[cells[index][0] for index in order]], kind="stable")
+            by_rank = np.argsort(grid.ranks[[cells[index][0] for index in order]], kind="stable")
             for index in order[by_rank]:
                 row, *picks = cells[index]
-                values = {d.name: (d.choices() or ())[pick] for d, pick in zip(others, picks, strict=True)}
-                yield space.active(_row(enumeration, row, from_table) | values)
+                yield grid.chosen(
+                    row, {d.name: (d.choices() or ())[pick] for d, pick in zip(grid.others, picks, strict=True)}
+                )
             return
-    cumulative = np.cumsum(0.5**ranks)
     while True:
-        values = {dimension.name: _draw(dimension, rng) for dimension in others}
-        row = int(np.searchsorted(cumulative, rng.uniform(0, cumulative[-1]), side="right"))
-        yield space.active(_row(enumeration, min(row, rows - 1), from_table) | values)
+        yield grid.point(rng.uniform(size=1 + len(grid.others)))
 
 
 def _is_enumerated(dimension: Dimension) -> bool:
@@ -82,7 +138,7 @@ def _is_enumerated(dimension: Dimension) -> bool:
     return is_plan and dimension.choices() is not None
 
 
-def _row(enumeration: Enumeration | None, row: int, dimensions: list[Dimension]) -> dict[str, Scalar]:
+def _row(enumeration: Enumeration | None, row: int, dimensions: Sequence[Dimension]) -> dict[str, Scalar]:
     """The values that a legal plan has in the dimensions."""
     if enumeration is None:
         return {}
@@ -97,12 +153,14 @@ def _row(enumeration: Enumeration | None, row: int, dimensions: list[Dimension])
     return values
 
 
-def _draw(dimension: Dimension, rng: np.random.Generator) -> Scalar:
+def _quantile(dimension: Dimension, u: float) -> Scalar:
+    """The value below which a share ``u`` of the dimension lies."""
     choices = dimension.choices()
     if choices is not None:
-        return choices[int(rng.integers(len(choices)))]
+        return choices[min(int(u * len(choices)), len(choices) - 1)]
     if dimension.kind == "log_float":
-        value = math.exp(rng.uniform(math.log(dimension.low), math.log(dimension.high)))
+        low, high = math.log(dimension.low), math.log(dimension.high)
+        value = math.exp(low + u * (high - low))
     else:
-        value = float(rng.uniform(dimension.low, dimension.high))
+        value = dimension.low + u * (dimension.high - dimension.low)
     return min(max(value, dimension.low), dimension.high)
