@@ -1,0 +1,303 @@
+"""Search on public problems that the prior never saw: our default sampler against Optuna's default, seed by seed.
+
+For problems whose hyperparameters the prior speaks of, three kinds of it: one fitted without any row of that problem's
+source, one spoiled on purpose (the losses of its source rows shuffled within each task, so that it is sure of what is
+wrong), and none. Where ours is worse by more than noise, the table says so.
+
+    python benchmarks/public_problems.py [--shared ../shared] [--seeds 20] [--trials 60] [--only GROUP]
+
+Runs that are in ``runs/benchmarks/public_problems.jsonl`` are not run again. Writes
+``benchmarks/results/public_problems.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from problems import SEQUENCE_LENGTH, Problem, everything
+from search_loop import Search, search, search_by_optuna
+
+from autotune.prior.predict import TaskPrior
+from autotune.search.pareto import front_box, hypervolume
+from autotune.search.samplers import make_sampler
+from engine.atomic import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "public_problems.json"
+CHECKPOINTS = (10, 20, 40, 60)
+NUM_BOOTSTRAPS = 2000
+RIVAL = "Optuna's default"
+
+PriorOf = Callable[[Problem, Path], TaskPrior | None]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One column of the table."""
+
+    name: str
+    run: Callable[[Problem, int, int, Path | None], Search | None]
+    """Problem, seed, trials, reference data -> what was tried; None where the method has nothing to add."""
+
+
+def main() -> int:
+    """Run what is missing, print the table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="reference data")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--only", help="one group of problems")
+    parser.add_argument("--log", type=Path, default=Path("runs/benchmarks/public_problems.jsonl"))
+    options = parser.parse_args()
+    shared = options.shared if (options.shared / "data" / "hpo").is_dir() else None
+    if shared is None:
+        print("no reference data: only the problems that need none", file=sys.stderr)
+    problems = [p for p in everything(shared) if options.only in (None, p.group)]
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    done = read_log(options.log)
+    with open(options.log, "a", encoding="utf-8") as log:
+        for problem in problems:
+            for seed in range(options.seeds):
+                for method in METHODS:
+                    key = (problem.name, method.name, seed)
+                    if key in done and len(done[key]["values"]) >= min(options.trials, done[key]["asked"]):
+                        continue
+                    run = method.run(problem, seed, options.trials, shared)
+                    if run is None:
+                        continue
+                    done[key] = as_data(problem, method, seed, options.trials, run)
+                    log.write(json.dumps(done[key]) + "\n")
+                    log.flush()
+            print(f"{problem.name} done", file=sys.stderr)
+    result = evaluate(problems, done, options.trials)
+    show(result)
+    if options.only is None:
+        write_json(RESULT, result)
+    return 0
+
+
+def ours(prior_of: PriorOf | None) -> Callable[[Problem, int, int, Path | None], Search | None]:
+    """Our default sampler, with a prior or without."""
+
+    def run(problem: Problem, seed: int, num_trials: int, shared: Path | None) -> Search | None:
+        prior = None
+        if prior_of is not None:
+            prior = prior_of(problem, shared) if shared is not None else None
+            if prior is None:
+                return None
+        sampler = make_sampler("joint")
+        return search(sampler, problem.space, problem.function, seed=seed, num_trials=num_trials, task_prior=prior)
+
+    return run
+
+
+def optuna_default(problem: Problem, seed: int, num_trials: int, shared: Path | None) -> Search:
+    """What ``optuna.create_study`` takes when nothing is said; only its seed is ours."""
+    from optuna.samplers import TPESampler
+
+    return search_by_optuna(TPESampler(seed=seed), problem.space, problem.function, num_trials=num_trials)
+
+
+def random(problem: Problem, seed: int, num_trials: int, shared: Path | None) -> Search:
+    """At random."""
+    sampler = make_sampler("random")
+    return search(sampler, problem.space, problem.function, seed=seed, num_trials=num_trials)
+
+
+def foreign_prior(problem: Problem, shared: Path) -> TaskPrior | None:
+    """The prior without the problem's source, at its task."""
+    return _prior_at(problem, shared, is_spoiled=False)
+
+
+def spoiled_prior(problem: Problem, shared: Path) -> TaskPrior | None:
+    """The same, fitted to shuffled losses."""
+    return _prior_at(problem, shared, is_spoiled=True)
+
+
+METHODS = (
+    Method("ours", ours(None)),
+    Method("ours, foreign prior", ours(foreign_prior)),
+    Method("ours, spoiled prior", ours(spoiled_prior)),
+    Method(RIVAL, optuna_default),
+    Method("random", random),
+)
+
+
+def _prior_at(problem: Problem, shared: Path, *, is_spoiled: bool) -> TaskPrior | None:
+    from autotune.prior.task import Task
+
+    if problem.group == "Marin":
+        task = Task(
+            num_parameters=problem.space.data["num_parameters"],
+            num_active_parameters=problem.space.data["num_parameters"],
+            total_tokens=problem.space.data["total_tokens"],
+            sequence_length=SEQUENCE_LENGTH,
+            family="dense",
+        )
+    elif problem.group == "TaskSet":  # a learning rate all the same, of networks far smaller than any the prior knows
+        task = Task(
+            num_parameters=1_000_000,
+            num_active_parameters=1_000_000,
+            total_tokens=100_000_000,
+            sequence_length=128,
+            family="dense",
+        )
+    else:
+        return None
+    return _prior(shared, is_spoiled, problem.group).at(task)
+
+
+@cache
+def _prior(shared: Path, is_spoiled: bool, group: str) -> Any:
+    """The prior fitted anew without the rows of ``group``'s source."""
+    from autotune.prior.fit import fit, read_tables
+
+    rows = [row for row in read_tables(shared / "data" / "hpo") if row.source != group.lower()]
+    if is_spoiled:
+        rng = np.random.default_rng(0)
+        by_task: dict[Any, list[Any]] = defaultdict(list)
+        for row in rows:
+            by_task[row.task].append(row)
+        rows = []
+        for members in by_task.values():
+            losses = rng.permutation([row.loss for row in members])
+            rows += [row.changed(loss=float(loss)) for row, loss in zip(members, losses, strict=True)]
+    return fit(rows)
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def as_data(problem: Problem, method: Method, seed: int, asked: int, run: Search) -> dict[str, Any]:
+    """A search as one line of the log; values are null where a trial gave none or lies beyond a bound."""
+    values = [
+        list(o.values.values())
+        if o.values and all(ob.violation(o.values[ob.name]) <= 0 for ob in problem.space.objectives)
+        else None
+        for o in run.trials
+    ]
+    return {
+        "problem": problem.name,
+        "method": method.name,
+        "seed": seed,
+        "asked": asked,
+        "values": values,
+        "num_refused": len(run.observations) - len(run.trials),
+        "ask_seconds": sum(run.ask_seconds) / max(1, len(run.ask_seconds)),
+    }
+
+
+def read_log(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Earlier runs; a torn last line is left out."""
+    done = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            done[row["problem"], row["method"], row["seed"]] = row
+    return done
+
+
+def evaluate(
+    problems: Sequence[Problem], done: Mapping[tuple[str, str, int], dict[str, Any]], num_trials: int
+) -> dict[str, Any]:
+    """Loss of each method by trials, and its difference from the rival's by seed with a bootstrap interval.
+
+    The loss of a search is, with one objective, its distance from the best value that any search found, as a share of
+    the distance from there to the median of random trials; with several, one minus its share of the hypervolume of all
+    searches' common front.
+    """
+    counts = [count for count in CHECKPOINTS if count <= num_trials]
+    table = {}
+    for problem in problems:
+        runs = {key: row for key, row in done.items() if key[0] == problem.name}
+        directions = [objective.direction for objective in problem.space.objectives]
+        width = len(directions)
+        arrays = {
+            key: np.array([[np.nan] * width if v is None else v for v in row["values"]], dtype=float).reshape(-1, width)
+            for key, row in runs.items()
+        }
+        everything_seen = np.concatenate(list(arrays.values()))
+        if width == 1:
+            best = np.nanmin(everything_seen)
+            chance = [array for key, array in arrays.items() if key[1] == "random"]
+            unit = float(np.nanmedian(np.concatenate(chance)) - best) or 1.0
+            losses = {
+                key: [float((np.nanmin(a[:count], initial=np.inf) - best) / unit) for count in counts]
+                for key, a in arrays.items()
+            }
+        else:
+            box = front_box(everything_seen, directions)
+            whole = hypervolume(everything_seen, directions, box)
+            losses = {
+                key: [1 - hypervolume(a[:count], directions, box) / whole for count in counts]
+                for key, a in arrays.items()
+            }
+        table[problem.name] = {
+            "group": problem.group,
+            "num_seeds": len({key[2] for key in runs}),
+            "methods": _methods(losses, runs, counts),
+        }
+    return {"num_trials": num_trials, "after": counts, "problems": table}
+
+
+def _methods(
+    losses: Mapping[tuple[str, str, int], list[float]],
+    runs: Mapping[tuple[str, str, int], dict[str, Any]],
+    counts: Sequence[int],
+) -> dict[str, Any]:
+    by_method: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for (_, method, seed), values in losses.items():
+        by_method[method][seed] = [min(value, 10.0) for value in values]
+    result = {}
+    for method, by_seed in by_method.items():
+        common = sorted(by_seed.keys() & by_method[RIVAL].keys())
+        difference = np.array([by_seed[s] for s in common]) - np.array([by_method[RIVAL][s] for s in common])
+        low, high = _interval(difference)
+        seconds = [row["ask_seconds"] for key, row in runs.items() if key[1] == method]
+        result[method] = {
+            "mean_loss": np.array(list(by_seed.values())).mean(axis=0).round(5).tolist(),
+            "minus_rival": difference.mean(axis=0).round(5).tolist(),
+            "interval_95": [[round(a, 5), round(b, 5)] for a, b in zip(low, high, strict=True)],
+            "is_worse": [bool(a > 0) for a in low],
+            "ask_cpu_seconds": round(float(np.mean(seconds)), 5),
+        }
+    assert len(counts)
+    return result
+
+
+def _interval(difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """95 % bootstrap interval of the mean over seeds; ``difference`` is ``[seeds, counts]``."""
+    rng = np.random.default_rng(0)
+    draws = rng.integers(len(difference), size=(NUM_BOOTSTRAPS, len(difference)))
+    means = difference[draws].mean(axis=1)
+    return np.percentile(means, 2.5, axis=0), np.percentile(means, 97.5, axis=0)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """The table for people."""
+    counts = result["after"]
+    print(f"loss (0: best known) after {', '.join(map(str, counts))} trials, over seeds; 'worse': than {RIVAL}, by more"
+          " than the 95 % interval of the paired difference; CPU seconds an ask")  # fmt: skip
+    for name, problem in result["problems"].items():
+        print(f"\n{name} ({problem['num_seeds']} seeds)")
+        for method, row in problem["methods"].items():
+            losses = "  ".join(f"{value:8.4f}" for value in row["mean_loss"])
+            worse = [str(count) for count, is_worse in zip(counts, row["is_worse"], strict=True) if is_worse]
+            note = f"   worse after {', '.join(worse)}" if worse else ""
+            print(f"  {method:22} {losses}   {row['ask_cpu_seconds']:.3f} s{note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
