@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.space.grammar import load_space, shipped_spaces
+from autotune.space.grammar import load_space
+from autotune.space.layers import shipped_spaces
 from autotune.space.training import MESH
 from autotune.specs.cluster import parse_cluster
 from engine.errors import UserError
