@@ -64,6 +64,10 @@ class Forecast:
     """``[num_legal]`` ints: layer of the estimated front among the candidates that train alike, 0 is the front."""
     rivals: Mapping[tuple[object, ...], Sequence[Predicted]]
     """Values of ``NUMERICS`` -> costs of all plans that train alike."""
+    predicted: Mapping[ObjectiveName, Predicted]
+    """``speed`` and ``memory`` of the plans that are worth a trial."""
+    capacity_bytes: np.ndarray
+    """``[num_legal]``: live bytes at which a device is estimated to be full."""
 
     @classmethod
     def make(cls, space: TrainingSpace, enumeration: Enumeration) -> Self:
@@ -72,7 +76,7 @@ class Forecast:
         Raises:
             UserError: The cost model has no figures for the machines, or every plan is estimated to be unfit.
         """
-        predicted, fits = _predict_all(space, enumeration.table)
+        predicted, fits, capacity = _predict_all(space, enumeration.table)
         groups = _groups(enumeration.table)
         costs = [_as_cost(o.name, predicted[o.name]) for o in space.objectives if o.name in predicted]
         removed = {MEMORY: ~fits, BOUND: _beyond_bounds(space.objectives, predicted)}
@@ -97,17 +101,18 @@ class Forecast:
         counts = {rule: int(rows.sum()) for rule, rows in removed.items() if rows.any()}
         kept = {name: column[keep] for name, column in enumeration.table.items()}
         left_over = replace(enumeration, table=kept, removed={**enumeration.removed, **counts})
-        return cls(space, left_over, ranks[keep], rivals)
+        worth = {name: Predicted(p.value[keep], p.low[keep], p.high[keep]) for name, p in predicted.items()}
+        return cls(space, left_over, ranks[keep], rivals, worth, capacity[keep])
 
     def of(self, run: RunConfig) -> dict[ObjectiveName, Forecasted]:
         """Objective name -> forecast of a candidate; quality has none."""
-        predicted = _predict(self.space, _table_of(run), run.hyperparameters.optimizer)[0]
+        predicted, *_ = _predict(self.space, _table_of(run), run.hyperparameters.optimizer)
         return {name: Forecasted(float(p.value[0]), float(p.low[0]), float(p.high[0])) for name, p in predicted.items()}
 
     def refusal(self, run: RunConfig) -> str:
         """The name under which a candidate is not worth a trial; empty when it is."""
         table = _table_of(run)
-        predicted, fits = _predict(self.space, table, run.hyperparameters.optimizer)
+        predicted, fits, _ = _predict(self.space, table, run.hyperparameters.optimizer)
         if not fits[0]:
             return MEMORY
         if _beyond_bounds(self.space.objectives, predicted)[0]:
@@ -121,8 +126,10 @@ def _table_of(run: RunConfig) -> PlanTable:
     return plan_table([(run.plan, run.hyperparameters.global_batch_size, run.workload.sequence_length)])
 
 
-def _predict_all(space: TrainingSpace, table: PlanTable) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
-    """Forecasts and which plans may fit, in chunks: a table may have millions of rows."""
+def _predict_all(
+    space: TrainingSpace, table: PlanTable
+) -> tuple[dict[ObjectiveName, Predicted], np.ndarray, np.ndarray]:
+    """See ``_predict``; in chunks: a table may have millions of rows."""
     optimizer = space.fixed.get("hyperparameters.optimizer", "adamw")
     num_rows = len(table["tp"])
     chunks = [
@@ -132,16 +139,18 @@ def _predict_all(space: TrainingSpace, table: PlanTable) -> tuple[dict[Objective
     names: tuple[ObjectiveName, ...] = ("speed", "memory")
     predicted = {
         name: Predicted(
-            *(np.concatenate([getattr(p[name], part) for p, _ in chunks]) for part in ("value", "low", "high"))
+            *(np.concatenate([getattr(p[name], part) for p, *_ in chunks]) for part in ("value", "low", "high"))
         )
         for name in names
     }
-    return predicted, np.concatenate([fits for _, fits in chunks])
+    fits, capacity = (np.concatenate([chunk[part] for chunk in chunks]) for part in (1, 2))
+    return predicted, fits, capacity
 
 
 def _predict(
     space: TrainingSpace, table: PlanTable, optimizer: Literal["adamw", "sgd"]
-) -> tuple[dict[ObjectiveName, Predicted], np.ndarray]:
+) -> tuple[dict[ObjectiveName, Predicted], np.ndarray, np.ndarray]:
+    """Forecasts, which plans may fit, and the live bytes at which a device is full."""
     estimates = estimate(space.model, space.cluster, table, software=OWN_ENGINE, optimizer=optimizer)
     tokens = table["global_batch_size"] * table["sequence_length"]
     predicted: dict[ObjectiveName, Predicted] = {
@@ -150,7 +159,9 @@ def _predict(
         ),
         "memory": _allocated(estimates),
     }
-    return predicted, estimates.memory_bytes_low <= space.cluster.memory_bytes
+    # What the driver and the allocator take comes on top of live tensors.
+    capacity = space.cluster.memory_bytes * estimates.allocated_bytes / estimates.memory_bytes
+    return predicted, estimates.memory_bytes_low <= space.cluster.memory_bytes, capacity
 
 
 def _allocated(estimates: EstimateTable) -> Predicted:

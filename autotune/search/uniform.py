@@ -85,7 +85,7 @@ class _Grid:
     def of(cls, space: Space, enumeration: Enumeration | None, ranks: np.ndarray | None) -> Self:
         """All plans are alike without ranks."""
         ranks = np.zeros(enumeration.num_legal if enumeration else 1, dtype=np.int64) if ranks is None else ranks
-        from_table = tuple(d for d in space.dimensions if enumeration and _is_enumerated(d))
+        from_table = tuple(d for d in space.dimensions if enumeration and is_enumerated(d))
         others = tuple(d for d in space.dimensions if d not in from_table)
         return cls(space, enumeration, from_table, others, ranks, np.cumsum(0.5**ranks))
 
@@ -97,7 +97,7 @@ class _Grid:
 
     def chosen(self, row: int, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The plan of a row with values of everything else."""
-        return self.space.active({**_row(self.enumeration, row, self.from_table), **values})
+        return self.space.active({**plan_values(self.enumeration, row, self.from_table), **values})
 
 
 def uniform_draws(
@@ -133,12 +133,13 @@ def uniform_draws(
         yield grid.point(rng.uniform(size=1 + len(grid.others)))
 
 
-def _is_enumerated(dimension: Dimension) -> bool:
+def is_enumerated(dimension: Dimension) -> bool:
+    """Whether a training space's legal plans tell the dimension's values."""
     is_plan = dimension.name.startswith("plan.") or dimension.name == "hyperparameters.global_batch_size"
     return is_plan and dimension.choices() is not None
 
 
-def _row(enumeration: Enumeration | None, row: int, dimensions: Sequence[Dimension]) -> dict[str, Scalar]:
+def plan_values(enumeration: Enumeration | None, row: int, dimensions: Sequence[Dimension]) -> dict[str, Scalar]:
     """The values that a legal plan has in the dimensions."""
     if enumeration is None:
         return {}
