@@ -122,16 +122,18 @@ class Driver:
             return None
 
     def _run(self, assignment: Assignment) -> None:
-        for retries_left in range(NUM_INFRA_RETRIES, -1, -1):
+        num_retries = 0
+        while True:
             outcome = None if self.is_stopping else self._outcome(assignment)
             if outcome is None or (self._stop_of(assignment) and outcome.kind in ("interrupted", "infra")):
                 self._release(assignment)
                 return
-            if outcome.kind != "infra" or not retries_left:
+            if outcome.kind != "infra" or num_retries == NUM_INFRA_RETRIES:
                 break
+            num_retries += 1
             self.listener.retried(assignment, outcome)
             assignment = _patiently(partial(self.study.retry, assignment))
-        if _patiently(lambda: self.study.tell(assignment, outcome)):
+        if _patiently(partial(self.study.tell, assignment, outcome)):
             self.listener.finished(assignment, outcome)
 
     def _outcome(self, assignment: Assignment) -> Outcome | None:

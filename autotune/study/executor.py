@@ -70,7 +70,7 @@ class LocalExecutor:
         on_waiting: Callable[[], None],
     ) -> Outcome | None:
         """See ``Executor``."""
-        patience = Patience(on_waiting)
+        patience = Patience(on_waiting, WAIT_TOLD_SECONDS)
 
         def should_stop() -> bool:
             if not self.pool.num_held:
@@ -103,11 +103,12 @@ class Patience:
 
     Args:
         tell: Called then.
+        seconds: How long that is.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, tell: Callable[[], None], seconds: float) -> None:
         self._tell = tell
-        self._ends = time.monotonic() + WAIT_TOLD_SECONDS
+        self._ends = time.monotonic() + seconds
         self._is_told = False
 
     def wears(self) -> None:
