@@ -101,6 +101,8 @@ def merge(document: YamlDocument, overrides: Sequence[str] = ()) -> MergedDocume
             raise UserError(f"--set needs key=value, got {override!r}", hint="example: --set workload.total_tokens=1M")
         value = parse_yaml(text, f"--set {key}").data
         _set(data, parts, value, override)
+        if parts == (COMMAND,):
+            data.pop(WORKING_FOLDER, None)
         layers.append(YamlDocument(value, f"--set {override}", {parts: 1}))
     return MergedDocument(_absolute(data, Path()), tuple(layers))
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from autotune.space.expression import Expression
 from autotune.space.objectives import Objective
+from autotune.space.program import Program
 from engine.config import RunConfig
 from engine.outcome import Outcome
 from engine.schema import Schema
@@ -121,6 +122,8 @@ class Space:
     """The resolved file as plain data, without the budget: two studies with equal data search the same space."""
     notes: tuple[str, ...] = ()
     """What was rounded, for people."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a hyperparameter or objective -> what it is called in this space, where that differs."""
 
     def is_active(self, dimension: Dimension, chosen: Mapping[str, Any]) -> bool:
         """Whether ``dimension`` is searched, given the values chosen before it."""
@@ -154,6 +157,15 @@ class Space:
             if not bool(constraint(values)):
                 return Candidate(rule="constraint", reason=f"does not hold: {constraint.text}")
         return self._candidate(values, chosen)
+
+    def program(self, chosen: Mapping[str, Any], seed: int) -> Program | None:
+        """The user's own program that a trial of chosen values starts; None where a trial is something else.
+
+        Args:
+            chosen: Dimension name -> value for every active dimension of a legal candidate.
+            seed: The trial's.
+        """
+        return None
 
     def completed(self, outcome: Outcome, run: RunConfig | None) -> Outcome:
         """An outcome with the metrics that follow from it and this space."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.space.program import Program
 from autotune.space.space import Scalar
 from engine.config import RunConfig
 
@@ -25,10 +26,14 @@ class Assignment:
     """For all that is random in it; a function of the study's seed and the trial's number."""
     config: RunConfig | None = None
     """The run of the engine; None for a user's own program or function."""
+    program: Program | None = None
+    """The user's own program; None for a run of the engine or a function."""
     repeat_of: int | None = None
     """The trial it repeats with another seed."""
 
     @property
     def num_devices(self) -> int:
         """Devices it needs for itself."""
-        return self.config.plan.world_size if self.config else 1
+        if self.config is not None:
+            return self.config.plan.world_size
+        return self.program.num_devices if self.program is not None else 1

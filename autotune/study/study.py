@@ -475,6 +475,7 @@ class Study:
             label=candidate.label,
             seed=seed,
             config=config,
+            program=self.space.program(chosen, seed),
             repeat_of=record.of if record.role == "repeat" else None,
         )
 
