@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +50,13 @@ def command(
     trials: Annotated[int | None, typer.Option(min=1, help="Trials in total; more extends a study.")] = None,
     time: Annotated[str | None, typer.Option(help="Start no trial after this time, such as 10m.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Trials at a time, on devices of their own.")] = 1,
+    executor: Annotated[
+        str, typer.Option(metavar="local|ray", help="What runs trials: this machine, or a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="auto|HOST:PORT", help="Ray cluster to join. [default: one is started on this machine]"),
+    ] = None,
     storage: Annotated[str | None, typer.Option(help="Database address, in place of the study's journal.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Machines, in place of the file's: local, cpu:2, h100x8.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count and show the candidates.")] = False,
@@ -85,34 +92,37 @@ def command(
     num_trials = trials or loaded.budget.trials
     if num_trials is None and seconds is None:
         raise UserError("the sweep has no budget", hint="give --trials 20 or --time 10m, or 'budget' in the space file")
-    check_machine(loaded.cluster, workers)
+    if executor == "local":
+        check_machine(loaded.cluster, workers)
     refuse_changes(folder, loaded, storage, seed)
     text = check_data(_first_run(loaded, enumeration))
 
     from autotune.commands.sweep_view import SweepView
-    from autotune.study.devices import DevicePool
     from autotune.study.driver import Driver
-    from autotune.study.executor import LocalExecutor
+    from autotune.study.executor import open_executor
 
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    opened = Study.create_or_open(
-        folder,
-        loaded,
-        enumeration,
-        sampler=sampler,
-        storage_url=storage,
-        num_trials=num_trials,
-        seed=seed,
-        forecast=forecast,
-    )
-    try:
+    needs = {"num_devices": enumeration.max_devices, "num_workers": workers}
+    with ExitStack() as stack:
+        placed = stack.enter_context(open_executor(executor, loaded.cluster, folder, address=address, **needs))
+        opened = Study.create_or_open(
+            folder,
+            loaded,
+            enumeration,
+            sampler=sampler,
+            storage_url=storage,
+            num_trials=num_trials,
+            seed=seed,
+            forecast=forecast,
+        )
+        stack.callback(opened.close)
         opened.require_corpus(text.corpus_hash)
         view = SweepView(console, opened.snapshot(), num_trials, workers)
         if estimates and not can_estimate:
             view.note(f"nothing is known of {loaded.cluster.device_kind}: no estimates without 'autotune profile'")
-        driver = Driver(opened, LocalExecutor(DevicePool(loaded.cluster)), view, workers, seconds)
+        driver = Driver(opened, placed, view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None
         if repeat_best and not driver.is_stopping and any(row.feasible for row in opened.snapshot().trials):
@@ -120,8 +130,6 @@ def command(
             driver.time_limit_seconds = None
             _drive(driver, view)
         snapshot = opened.snapshot()
-    finally:
-        opened.close()
     again = shlex.join(["autotune", *sys.argv[1:]])
     if as_json:
         print(json.dumps(_result(snapshot, chosen), indent=2))

@@ -40,6 +40,12 @@ class Enumeration:
         """Rows of the table."""
         return len(self.table["tp"])
 
+    @property
+    def max_devices(self) -> int:
+        """Devices of the largest plan."""
+        degrees = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+        return int(np.max(np.prod([self.table[key] for key in degrees], axis=0), initial=1))
+
     def meshes(self) -> dict[str, dict[str, int]]:
         """Mesh word -> degrees, over the legal rows, smallest world first."""
         rows = np.stack([self.table[key] for key in MESH_FIELDS], axis=1) if self.num_legal else np.empty((0, 8), int)

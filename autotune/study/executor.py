@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from autotune.space.space import TrialLimits
+from autotune.specs.cluster import ClusterSpec
 from autotune.specs.machine import memory_limit_bytes
 from autotune.study.assignment import Assignment
 from autotune.study.devices import DevicePool
 from autotune.study.runner import MEMORY_SHARE, Stop, run_trial
+from engine.errors import UserError
 from engine.outcome import Outcome
 
 WAIT_TOLD_SECONDS = 3.0
 """Waiting so long for devices that others hold is worth a word."""
+
+EXECUTORS = ("local", "ray")
+"""Names of executors: this machine's processes, or a Ray cluster."""
 
 CommandOf = Callable[[Assignment], Sequence[str]]
 """What to run as a trial, in place of the engine."""
@@ -50,6 +57,42 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Let go of what belongs to the executor. No trial runs any more."""
+
+
+@contextmanager
+def open_executor(
+    name: str,
+    cluster: ClusterSpec,
+    folder: Path,
+    *,
+    address: str | None = None,
+    num_devices: int = 1,
+    num_workers: int = 1,
+) -> Iterator[Executor]:
+    """The executor of a study, closed with the block.
+
+    Args:
+        name: ``local`` or ``ray``.
+        cluster: The devices trials are planned for.
+        folder: The study's.
+        address: Ray cluster to join, ``auto`` or ``HOST:PORT``; None to start one on this machine.
+        num_devices: Devices of the largest trial.
+        num_workers: Trials at a time.
+
+    Raises:
+        UserError: Unknown name, an address without Ray, or the Ray cluster can't be used.
+    """
+    if name not in EXECUTORS:
+        raise UserError(f"there is no executor {name!r}", hint=f"use one of {', '.join(EXECUTORS)}")
+    if name == "local":
+        if address is not None:
+            raise UserError("--address names a Ray cluster", hint="add --executor ray, or leave --address out")
+        yield LocalExecutor(DevicePool(cluster))
+        return
+    from autotune.study.ray_pool import open_ray
+
+    with open_ray(address, cluster, folder, num_devices=num_devices, num_workers=num_workers) as executor:
+        yield executor
 
 
 @dataclass
