@@ -78,7 +78,8 @@ def command(
     from autotune.search.forecast import Forecast
     from autotune.space.grammar import load_space
     from autotune.study.preflight import check_data
-    from autotune.study.study import Study, refuse_changes
+    from autotune.study.study import Study
+    from autotune.study.study_file import refuse_changes
 
     overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
     loaded, enumeration = load_space(space, overrides)

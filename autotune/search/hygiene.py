@@ -55,7 +55,7 @@ def violations_of(observations: Sequence[Observation], objectives: Sequence[Obje
     """How far each observation is from feasible.
 
     Returns:
-        ``[n, 1 + k]``: whether it failed (1) or not (0), then how far each objective lies beyond its bound as a share
+        ``[n, 1 + k]``: whether it failed (1) or not (-1), then how far each objective lies beyond its bound as a share
         of it (at most 0 when within or without a bound); the running ones are NaN.
     """
     violations = np.full((len(observations), 1 + len(objectives)), np.nan)
@@ -65,7 +65,7 @@ def violations_of(observations: Sequence[Observation], objectives: Sequence[Obje
         if observation.values is None:
             violations[row] = [1.0, *(1.0 if o.bound is not None else 0.0 for o in objectives)]
         else:
-            violations[row] = [0.0, *(o.violation(observation.values[o.name]) for o in objectives)]
+            violations[row] = [-1.0, *(o.violation(observation.values[o.name]) for o in objectives)]
     return violations
 
 

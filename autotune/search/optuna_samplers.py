@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -21,7 +22,9 @@ from autotune.search.sampler import SearchState
 from autotune.search.uniform import UniformSampler, is_new
 from autotune.space.space import Dimension, Scalar, Space
 
-MAX_ASKED = 10
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+MAX_ASKED = 3
 """Proposals of a sampler that are illegal or known already before one is drawn uniformly."""
 
 
@@ -53,7 +56,9 @@ def nsga2(seed: int, size: int) -> NSGAIISampler:
 
 def nsga3(seed: int, size: int) -> NSGAIIISampler:
     """Non-dominated sorting with reference points."""
-    return NSGAIIISampler(seed=seed, population_size=size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return NSGAIIISampler(seed=seed, population_size=size)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def trials_of(state: SearchState, *, generation_key: str = "", size: int = 0) ->
     space, observations = state.space, state.observations
     distributions = {dimension.name: distribution_of(dimension) for dimension in space.dimensions}
     costs = costs_of(observations, space.objectives, state.predicted_best)
-    violations = violations_of(observations, space.objectives)
+    violations = _telling(violations_of(observations, space.objectives))
     num_ended = 0
     trials = []
     for row, observation in enumerate(observations):
@@ -132,6 +137,12 @@ def trials_of(state: SearchState, *, generation_key: str = "", size: int = 0) ->
             )
         )
     return trials
+
+
+def _telling(violations: np.ndarray) -> np.ndarray:
+    """The columns that differ between observations: a model of what never varies would only blur the others."""
+    known = violations[~np.isnan(violations).any(axis=1)]
+    return violations[:, np.ptp(known, axis=0) > 0] if len(known) else violations[:, :0]
 
 
 def _named(violations: np.ndarray) -> dict[str, float]:

@@ -46,6 +46,10 @@ class TrainingSpace(Space):
             values |= {f"plan.{key}": value for key, value in self.meshes[str(chosen[MESH])].items()}
         return with_derived(values)
 
+    def base_run(self) -> RunConfig:
+        """The run of what is fixed, and of the defaults of what is searched: the recipe that candidates vary."""
+        return self._run(self.names({}))
+
     def completed(self, outcome: Outcome, run: RunConfig | None) -> Outcome:
         """An outcome with what its speed costs: money and energy per token, where the machines' figures are known."""
         if run is None or not outcome.tokens_per_second:

@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.search.forecast import Forecasted
 from autotune.search.sampler import Observation, ObservationState
 from autotune.space.objectives import Objective, ObjectiveName
 from autotune.study.lease import LEASE_PREFIX, Lease, current_lease
-from autotune.study.snapshot import TrialRow
+from autotune.study.snapshot import StudySnapshot, TrialRow
+from autotune.study.study_file import STUDY_FILE, StudyFile
+from engine.errors import UserError
 from engine.outcome import Outcome
 
 RECORD_KEY = "record"
@@ -46,6 +49,8 @@ class Record:
     """The trial that is repeated, taken over, or equal."""
     forecast: Mapping[ObjectiveName, Sequence[float]] = field(default_factory=dict)
     """Objective name -> estimated value, low and high end, before the trial."""
+    is_guess: bool = False
+    """A first guess of the user's."""
 
     def encode(self) -> str:
         """As text."""
@@ -134,9 +139,37 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 repeat_of=record.of if record.role == "repeat" else None,
                 folder=trial_folder(folder, trial.number),
                 forecast={name: Forecasted(*values) for name, values in record.forecast.items()},
+                is_guess=record.is_guess,
             )
         )
     return tuple(rows)
+
+
+def snapshot_of(folder: Path, file: StudyFile, storage: BaseStorage) -> StudySnapshot:
+    """A study as plain data.
+
+    Raises:
+        UserError: The storage does not hold it.
+    """
+    try:
+        study_id = storage.get_study_id_from_name(file.name)
+    except KeyError:
+        raise UserError(
+            f"the storage of study {file.name!r} does not hold it",
+            hint=f"look at 'storage' in {folder / STUDY_FILE}, or run the same sweep again to begin it anew",
+        ) from None
+    trials = storage.get_all_trials(study_id, deepcopy=False)
+    return StudySnapshot(
+        name=file.name,
+        folder=folder,
+        objectives=file.objectives,
+        trials=trial_rows(trials, file.objectives, folder),
+        space=file.space,
+        num_trials_asked=file.trials,
+        created=file.created,
+        corpus_hash=storage.get_study_user_attrs(study_id).get(CORPUS_KEY),
+        num_refused=num_refused(trials),
+    )
 
 
 def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objective]) -> list[Observation]:

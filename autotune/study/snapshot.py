@@ -41,6 +41,8 @@ class TrialRow:
     """``trials/<id>``, with ``run.yaml``, ``outcome.json``, ``telemetry.jsonl`` and ``stdout.log``."""
     forecast: dict[ObjectiveName, Forecasted] = field(default_factory=dict)
     """Objective name -> what was estimated before the trial; empty where nothing was."""
+    is_guess: bool = False
+    """A first guess of the user's."""
 
 
 @dataclass(frozen=True)

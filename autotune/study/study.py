@@ -21,8 +21,10 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.prior.predict import TaskPrior
 from autotune.search.forecast import Forecast
-from autotune.search.sampler import Sampler, SearchState
+from autotune.search.gain import Gain, expected_gain
+from autotune.search.sampler import Sampler, SearchState, remarks_of
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.seeds import derive_seed
 from autotune.search.uniform import UniformSampler
@@ -31,23 +33,21 @@ from autotune.space.space import Candidate, Scalar, Space
 from autotune.study.assignment import Assignment
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
-    CORPUS_KEY,
     Record,
     lease_of,
     measured_values,
-    num_refused,
     observations_of,
     outcome_of,
     record_of,
+    snapshot_of,
     trial_folder,
-    trial_rows,
 )
-from autotune.study.runner import end_recorded, evidence
+from autotune.study.child import end_recorded
+from autotune.study.runner import evidence
 from autotune.study.snapshot import StudySnapshot
 from autotune.study.store import (
     absolute_url,
     file_lock,
-    hide_password,
     is_locked,
     open_database,
     open_journal,
@@ -56,8 +56,11 @@ from autotune.study.store import (
 from autotune.study.study_file import (
     STUDY_FILE,
     StudyFile,
+    changed_search,
     differences,
     read_study_file,
+    refuse_changes,
+    storage_address,
     this_environment,
     write_study_file,
 )
@@ -86,6 +89,7 @@ class Nothing(Enum):
     WAIT = "others run the last ones"
     DONE = "the budget is used up"
     EXHAUSTED = "every candidate of the space was tried"
+    ENOUGH = "one more trial is not expected to be worth it"
 
 
 class CorpusChanged(UserError):
@@ -105,6 +109,8 @@ class Study:
         num_trials: int | None,
         sampler: Sampler,
         forecast: Forecast | None = None,
+        task_prior: TaskPrior | None = None,
+        enough: float | None = None,
     ) -> None:
         self.folder = folder
         self.file = file
@@ -113,9 +119,12 @@ class Study:
         self._started = time.time()
         self._sampler = sampler
         self._forecast = forecast
+        self._task_prior = task_prior
+        self._enough = enough
         self._enumeration = forecast.enumeration if forecast else enumeration
         self._storage = storage
         self._table = TrialTable(storage, file.name, space)
+        self._guesses = {space.candidate(guess).key: guess for guess in file.guesses}
         self._lock = threading.RLock()
         self._leases: dict[int, Lease] = {}
         self._keeper = LeaseKeeper(self._renew)
@@ -137,6 +146,9 @@ class Study:
         num_trials: int | None = None,
         seed: int | None = None,
         forecast: Forecast | None = None,
+        task_prior: TaskPrior | None = None,
+        guesses: Sequence[Mapping[str, Scalar]] = (),
+        enough: float | None = None,
     ) -> Study:
         """Create the study in ``folder``, or continue the one that is there.
 
@@ -149,6 +161,9 @@ class Study:
             num_trials: Trials in total, earlier ones included; None for no limit.
             seed: Seed of a new study (0 by default); of an existing one it must be the same.
             forecast: What the cost model says of the candidates, to rank and filter them by; None to try them all.
+            task_prior: What the meta-learned prior says of quality, for samplers.
+            guesses: Candidates to try first (``guesses.guess_of``), beside those that the study has already.
+            enough: End when one more trial is expected to gain less (see ``gain``); None to use up the budget.
 
         Raises:
             UserError: The space, seed or storage differs from the study's (with the difference), or it can't be opened.
@@ -162,21 +177,23 @@ class Study:
                     file = file.changed(trials=max(num_trials, file.trials or 0))
                 if sampler is not None:
                     file = file.changed(sampler=sampler)
+                file = file.changed(guesses=(*file.guesses, *(dict(g) for g in guesses if dict(g) not in file.guesses)))
             else:
                 file = StudyFile(
                     name=folder.name,
                     created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
                     seed=seed or 0,
-                    storage=_address(storage_url),
+                    storage=storage_address(storage_url),
                     trials=num_trials,
                     sampler=sampler or DEFAULT_SAMPLER,
+                    guesses=tuple(map(dict, guesses)),
                     environment=this_environment(),
                     space=dict(space.data),
                 )
             proposer = make_sampler(file.sampler)
             url = absolute_url(storage_url) if storage_url else file.storage
             storage = open_database(url) if url else open_journal(folder)
-            study = cls(folder, file, space, enumeration, storage, num_trials, proposer, forecast)
+            study = cls(folder, file, space, enumeration, storage, num_trials, proposer, forecast, task_prior, enough)
             try:
                 study._claim_storage()
                 write_study_file(folder, file)
@@ -266,6 +283,16 @@ class Study:
         new (a budget of time alone would never end)."""
         self._repeats = (number, count)
 
+    def remarks(self) -> list[str]:
+        """What the search has to say of itself now, for people."""
+        with self._lock:
+            return remarks_of(self._sampler, self._state(len(self._table.all())))
+
+    def expected_gain(self) -> Gain | None:
+        """What one more trial is expected to bring; None while that is not known."""
+        with self._lock:
+            return expected_gain(self._sampler, self._state(len(self._table.all())))
+
     def stop_requested(self) -> bool:
         """Whether ``request_stop`` was called since this study was opened."""
         try:
@@ -276,7 +303,7 @@ class Study:
     def snapshot(self) -> StudySnapshot:
         """The study now, as plain data."""
         with self._lock:
-            return _snapshot(self.folder, self.file, self._storage)
+            return snapshot_of(self.folder, self.file, self._storage)
 
     def _claim_storage(self) -> None:
         """Make sure that the trials in the storage are of this search (another runs folder may use the database)."""
@@ -285,7 +312,7 @@ class Study:
         if known is None:
             self._table.set_search(search)
         elif changes := differences(known, search):
-            raise _changed(self.file.name, changes)
+            raise changed_search(self.file.name, changes)
 
     def _next(self) -> Assignment | Nothing:
         if (taken := self._take_over()) is not None:
@@ -295,6 +322,9 @@ class Study:
             is_enough = self.num_trials is not None and _num_counted(trials) >= self.num_trials
             if is_enough or self._repeats is not None:
                 reason = Nothing.DONE
+                break
+            if self._is_not_worth_more():
+                reason = Nothing.ENOUGH
                 break
             proposal = None if self._is_exhausted else self._propose()
             if proposal is None:
@@ -310,17 +340,30 @@ class Study:
 
     # What to try next ------------------------------------------------------------------------------------------------
 
+    def _is_not_worth_more(self) -> bool:
+        if self._enough is None or (gain := self.expected_gain()) is None:
+            return False
+        return gain.ratio < self._enough and self._next_guess(self._table.all()) is None
+
     def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
         number = self._table.create(Lease.new(1))
-        state = self._state(number)
-        sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
-        chosen = sampler.propose(state)
+        chosen = self._next_guess(self._table.all()[:number])
+        if chosen is None:
+            sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
+            chosen = sampler.propose(self._state(number))
         if chosen is None:
             self._reject(number, Record("surplus"))
             return None
         self._table.write_parameters(number, chosen)
         return number, chosen
+
+    def _next_guess(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
+        """The first of the user's guesses that is none of the trials yet: whoever asks, each is run once."""
+        if not self._guesses:
+            return None
+        known = {record.key for trial in trials if (record := record_of(trial)) is not None and record.role == "trial"}
+        return next((dict(guess) for key, guess in self._guesses.items() if key not in known), None)
 
     def _state(self, number: int) -> SearchState:
         """What a proposal may depend on. Each number has a seed of its own: a study that is continued proposes what it
@@ -334,6 +377,7 @@ class Study:
             num_trials=self.num_trials,
             enumeration=self._enumeration,
             forecast=self._forecast,
+            task_prior=self._task_prior,
         )
 
     def _decide(self, number: int, chosen: Mapping[str, Scalar]) -> Assignment | None:
@@ -342,10 +386,11 @@ class Study:
         if not candidate.is_legal:
             self._reject(number, Record("refused", rule=candidate.rule))
             return None
-        if self._forecast and candidate.run and (rule := self._forecast.refusal(candidate.run)):
+        key = candidate.key
+        is_guess = key in self._guesses
+        if not is_guess and self._forecast and candidate.run and (rule := self._forecast.refusal(candidate.run)):
             self._reject(number, Record("refused", rule=rule))
             return None
-        key = candidate.key
         trials = self._table.all()
         for other in trials[:number]:
             record = record_of(other)
@@ -361,7 +406,7 @@ class Study:
             return None
         self._num_rejected = 0
         forecast = self._forecast.of(candidate.run) if self._forecast and candidate.run else {}
-        record = Record("trial", key, candidate.label, forecast=forecast)
+        record = Record("trial", key, candidate.label, forecast=forecast, is_guess=is_guess)
         self._table.write_record(number, record)
         return self._fresh(number, candidate, chosen, record)
 
@@ -515,7 +560,7 @@ def load_snapshot(folder: Path) -> StudySnapshot:
         UserError: Unknown study, damaged journal, or a database that can't be reached.
     """
     file = read_study_file(folder)
-    return _snapshot(folder, file, open_database(file.storage) if file.storage else read_journal(folder))
+    return snapshot_of(folder, file, open_database(file.storage) if file.storage else read_journal(folder))
 
 
 def is_running(folder: Path) -> bool:
@@ -526,59 +571,6 @@ def is_running(folder: Path) -> bool:
 def request_stop(folder: Path) -> None:
     """Ask all drivers of a study to end gracefully."""
     write_text(folder / STOP_FILE, datetime.datetime.now().astimezone().isoformat() + "\n")
-
-
-def _snapshot(folder: Path, file: StudyFile, storage: BaseStorage) -> StudySnapshot:
-    try:
-        study_id = storage.get_study_id_from_name(file.name)
-    except KeyError:
-        raise UserError(
-            f"the storage of study {file.name!r} does not hold it",
-            hint=f"look at 'storage' in {folder / STUDY_FILE}, or run the same sweep again to begin it anew",
-        ) from None
-    trials = storage.get_all_trials(study_id, deepcopy=False)
-    return StudySnapshot(
-        name=file.name,
-        folder=folder,
-        objectives=file.objectives,
-        trials=trial_rows(trials, file.objectives, folder),
-        space=file.space,
-        num_trials_asked=file.trials,
-        created=file.created,
-        corpus_hash=storage.get_study_user_attrs(study_id).get(CORPUS_KEY),
-        num_refused=num_refused(trials),
-    )
-
-
-def refuse_changes(folder: Path, space: Space, storage_url: str | None, seed: int | None) -> None:
-    """Make sure that the study in ``folder``, if there is one, can go on with these.
-
-    Raises:
-        UserError: Something other than the budget differs; with the difference.
-    """
-    if not (folder / STUDY_FILE).exists():
-        return
-    file = read_study_file(folder)
-    changes = differences(file.space, space.data)
-    if seed is not None and seed != file.seed:
-        changes.append(f"changed  seed: {file.seed} -> {seed}")
-    address = _address(storage_url)
-    if address is not None and address != file.storage:
-        changes.append(f"changed  storage: {file.storage or 'journal'} -> {address}")
-    if changes:
-        raise _changed(file.name, changes)
-
-
-def _changed(name: str, changes: Sequence[str]) -> UserError:
-    return UserError(
-        f"study {name!r} was begun with another space:\n  " + "\n  ".join(changes),
-        hint="undo the change to go on with it, or begin another study with --study NAME",
-    )
-
-
-def _address(storage_url: str | None) -> str | None:
-    """A storage's address as the study's file keeps it."""
-    return hide_password(absolute_url(storage_url)) if storage_url else None
 
 
 def _num_counted(trials: Sequence[FrozenTrial]) -> int:

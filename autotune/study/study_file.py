@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from pydantic import Field
 
 from autotune.search.samplers import DEFAULT_SAMPLER
 from autotune.space.objectives import Objective
+from autotune.space.space import Space
+from autotune.study.store import absolute_url, hide_password
 from engine.atomic import write_text
 from engine.errors import UserError
 from engine.schema import Schema, parse
@@ -52,6 +54,8 @@ class StudyFile(Schema):
     """Trials asked for so far; null while only a time was given."""
     sampler: str = DEFAULT_SAMPLER
     """What proposes candidates; may be changed when the study is continued."""
+    guesses: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
+    """Chosen values that the user wants tried first, each once."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine that created it."""
     space: dict[str, Any]
@@ -83,6 +87,38 @@ def read_study_file(folder: Path) -> StudyFile:
 def write_study_file(folder: Path, file: StudyFile) -> None:
     """Write ``study.yaml``."""
     write_text(folder / STUDY_FILE, dump_yaml(file.to_data()))
+
+
+def refuse_changes(folder: Path, space: Space, storage_url: str | None, seed: int | None) -> None:
+    """Make sure that the study in ``folder``, if there is one, can go on with these.
+
+    Raises:
+        UserError: Something other than the budget differs; with the difference.
+    """
+    if not (folder / STUDY_FILE).exists():
+        return
+    file = read_study_file(folder)
+    changes = differences(file.space, space.data)
+    if seed is not None and seed != file.seed:
+        changes.append(f"changed  seed: {file.seed} -> {seed}")
+    address = storage_address(storage_url)
+    if address is not None and address != file.storage:
+        changes.append(f"changed  storage: {file.storage or 'journal'} -> {address}")
+    if changes:
+        raise changed_search(file.name, changes)
+
+
+def changed_search(name: str, changes: Sequence[str]) -> UserError:
+    """The error of a study that is to go on with another search."""
+    return UserError(
+        f"study {name!r} was begun with another space:\n  " + "\n  ".join(changes),
+        hint="undo the change to go on with it, or begin another study with --study NAME",
+    )
+
+
+def storage_address(storage_url: str | None) -> str | None:
+    """A storage's address as the study's file keeps it."""
+    return hide_password(absolute_url(storage_url)) if storage_url else None
 
 
 def this_environment() -> dict[str, str]:

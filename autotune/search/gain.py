@@ -1,0 +1,56 @@
+"""What one more trial is expected to bring: said by the sampler where it knows, else by how the last trials went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.search import pareto
+from autotune.search.hygiene import costs_of
+from autotune.search.sampler import Foreseeing, Sampler, SearchState
+
+MIN_WINDOW = 10
+"""Trials that a plateau has at least."""
+WINDOW_RATIO = 0.25
+"""Share of the trials that are looked back on in a long search."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The expected growth of the dominated hypervolume by one more trial."""
+
+    ratio: float
+    """As a share of what is dominated now; in the box of the front (``pareto.hypervolume``)."""
+    window: int | None = None
+    """It is the mean over so many last trials; None where the sampler's model says it."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        basis = "by the model" if self.window is None else f"the mean of the last {self.window} trials"
+        return f"one more trial is expected to widen what the trials cover by {100 * self.ratio:.2g} % ({basis})"
+
+
+def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
+    """What one more trial is expected to bring; None while that is not known.
+
+    Without a model it is the mean growth over the last trials, ``MIN_WINDOW`` or ``WINDOW_RATIO`` of all: an upper
+    bound where gains fall from trial to trial, as they do on average. Failed trials count: they brought nothing. It is
+    known from the second window on, since gains of the first trials say nothing of later ones.
+    """
+    if isinstance(sampler, Foreseeing):
+        ratio = sampler.expected_gain(state)
+        return Gain(ratio) if np.isfinite(ratio) else None
+    ended = [o for o in state.observations if o.state in ("ok", "failed") and o.repeat_of is None]
+    window = max(MIN_WINDOW, int(WINDOW_RATIO * len(ended)))
+    if len(ended) < 2 * window:
+        return None
+    objectives = state.space.objectives
+    costs = costs_of(ended, objectives, state.predicted_best)
+    for row, observation in enumerate(ended):
+        values = observation.values
+        if values is None or any(o.violation(values[o.name]) > 0 for o in objectives):
+            costs[row] = np.nan  # no point of the front
+    shares = pareto.hypervolume_history(costs, ["minimize"] * len(objectives))
+    return Gain(float(1 - shares[-1 - window] / shares[-1]) / window, window) if shares[-1] > 0 else None

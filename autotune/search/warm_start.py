@@ -1,0 +1,23 @@
+"""What the meta-learned prior says of the runs of a space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autotune.prior.predict import Prior, TaskPrior
+from autotune.prior.task import Task
+from autotune.space.space import Space
+from autotune.space.training import TrainingSpace
+
+
+def task_prior_of(space: Space, extra_rows: Sequence[Any] = ()) -> TaskPrior | None:
+    """The prior at what a space trains; None where it speaks of nothing that is sought.
+
+    Args:
+        space: Of training runs whose objectives include quality.
+        extra_rows: Further rows that the prior is conditioned on.
+    """
+    if not isinstance(space, TrainingSpace) or all(objective.name != "quality" for objective in space.objectives):
+        return None
+    return Prior.load(extra_rows).at(Task.of_run(space.base_run()))

@@ -1,0 +1,1 @@
+"""What users who extend the product can test their parts with."""
