@@ -42,6 +42,18 @@ class RatePath:
         return RatePath(np.append(self.rate, later.rate), np.append(self.num_steps, later.num_steps))
 
 
+def progress_term(sums: Floats, offset: Floats | float, exponent: Floats | float) -> Floats:
+    """(S + Sw)^-alpha: how much of the loss that training can take away is left.
+
+    Args:
+        sums: Cumulative rate S.
+        offset: Sw.
+        exponent: alpha.
+    """
+    left: Floats = (sums + offset) ** -np.asarray(exponent)
+    return left
+
+
 @dataclass(frozen=True)
 class DropTerm:
     """What a change of the learning rate does to the loss: B, C, beta and gamma of the multi-power law."""
@@ -98,7 +110,7 @@ class LossLaw:
         sums = rate * path.num_steps
         after = np.cumsum(sums)
         middle = after - sums / 2
-        loss: Floats = self.floor + self.amplitude * (middle + self.offset) ** -self.exponent
+        loss: Floats = self.floor + self.amplitude * progress_term(middle, self.offset, self.exponent)
         if self.drops is not None:
             loss = loss + self.drops.loss_change(rate, middle, after - sums)
         return np.maximum(loss, 1e-6)
@@ -124,8 +136,7 @@ def fit_loss_law(path: RatePath, loss: Floats, *, drops: DropTerm | None = None)
     from scipy.optimize import least_squares
 
     lower, upper = _bounds(loss, with_drops)
-    # Second differences of the log tell the noise from the trend; their spread is sqrt(6) times that of the noise.
-    noise = max(1e-3, MAD_TO_SIGMA * float(np.median(np.abs(np.diff(np.log(loss), 2)))) / np.sqrt(6))
+    noise = max(1e-3, noise_of(np.log(loss)))
 
     def residuals(point: Floats) -> Floats:
         return np.log(_unpack(point, reference, drops, with_drops).predict(path) / loss)
@@ -143,6 +154,12 @@ def fit_loss_law(path: RatePath, loss: Floats, *, drops: DropTerm | None = None)
     _, best = descend(nearest, 80)
     law = _unpack(best, reference, drops, with_drops)
     return replace(law, residual=float(np.median(np.abs(residuals(best)))))
+
+
+def noise_of(values: Floats) -> float:
+    """Standard deviation of the noise on a smooth curve of at least three values, [n]: second differences tell it from
+    the trend; their spread is sqrt(6) times that of the noise."""
+    return float(MAD_TO_SIGMA * np.median(np.abs(np.diff(values, 2))) / np.sqrt(6))
 
 
 def _bounds(loss: Floats, with_drops: bool) -> tuple[Floats, Floats]:

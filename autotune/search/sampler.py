@@ -8,10 +8,11 @@ worker can be repeated exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from autotune.prior.predict import TaskPrior
+from autotune.search.curves import Curve
 from autotune.search.forecast import Forecast
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Scalar, Space
@@ -43,6 +44,15 @@ class Observation:
     """Share of the full training that was done, 0 to 1."""
     repeat_of: int | None = None
     """The trial that it repeats with another seed."""
+    rung: int = 0
+    """Of a study whose trials grow (``Space.fidelity``): how far this number trains its candidate."""
+    continues: int | None = None
+    """The number that trained the candidate up to the rung before."""
+    curve: Curve | None = None
+    """Its training loss from the first step on, where trials grow."""
+    noise: Mapping[str, float] = field(default_factory=dict)
+    """Objective name -> standard deviation of a value that is a forecast of the full training; samplers see candidates
+    that have not grown to the end by such values."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class SearchState:
     def predicted_best(self) -> dict[str, float]:
         """Objective name -> the best value that the prior predicts, where it does."""
         level = self.task_prior.loss_level() if self.task_prior else None
-        return {} if level is None else {"quality": level[0]}
+        return {} if level is None else {self.space.roles.get("quality", "quality"): level[0]}
 
 
 class Sampler(Protocol):
@@ -105,9 +115,9 @@ class Remarking(Protocol):
 class Foreseeing(Protocol):
     """A sampler that knows what one more trial may bring."""
 
-    def expected_gain(self, state: SearchState) -> float:
+    def expected_gain(self, state: SearchState) -> float | None:
         """The growth of the hypervolume that one more trial is expected to bring, as a share of what the trials so far
-        dominate (in the box of their front, ``pareto.hypervolume``); infinite while nothing is feasible."""
+        dominate; None where it can't tell."""
 
 
 def remarks_of(sampler: Sampler, state: SearchState) -> list[str]:

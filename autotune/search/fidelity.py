@@ -1,0 +1,306 @@
+"""Which candidates of a study are trained on, and what samplers may believe of those that are not.
+
+Trials grow in rungs (``space.fidelity``). A candidate's loss at a rung is not compared as it is: how far it will still
+fall is forecast from its curve by the loss law, corrected by how candidates that went on did fall (level and slope by
+Bayesian regression, the law's own uncertainty scaled to its errors). On forecasts, the best 1/eta of a rung go on, as
+in asynchronous successive halving (Li et al., "A System for Massively Parallel Hyperparameter Tuning",
+arXiv:1810.05934); with several objectives the best are those of the first non-dominated layers, and of a layer those
+that stand alone. Speed and memory of a part of a training are final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from autotune.search import pareto
+from autotune.search.hygiene import MEASURED_EXACTLY, violations_of
+from autotune.search.sampler import Observation, SearchState
+from autotune.space.fidelity import Fidelity
+from autotune.space.objectives import Objective
+
+QUALITY = "quality"
+"""The objective that curves are of."""
+CHANCE = ("infra", "interrupted")
+"""Failures that say nothing of the candidate."""
+PRIOR_WEIGHT = 4.0
+"""The law's own uncertainty counts as much as so many candidates that went on."""
+SLOPE_SD = 0.3
+"""The fall that the law forecasts is right within so much of itself, before any candidate went on."""
+SPREAD_RATIO = 0.3
+"""Without a curve a value still moves by so much of the spread of the rung's values."""
+OPTIMISM = 0.5
+"""A candidate is ranked by its forecast less so many standard deviations."""
+FINISHING = 1.0
+"""Full trainings that are kept for those already begun: with no more left of the budget, nothing new begins."""
+
+
+class Growth(NamedTuple):
+    """A candidate to train on."""
+
+    of: int
+    """The number that trained it so far."""
+    rung: int
+    """The rung it goes to."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A candidate and the numbers that trained it, one a rung."""
+
+    links: tuple[Observation, ...]
+    """By rung."""
+
+    @property
+    def first(self) -> Observation:
+        """The number that began it."""
+        return self.links[0]
+
+    @property
+    def last(self) -> Observation:
+        """The number that went farthest."""
+        return self.links[-1]
+
+    @property
+    def known(self) -> Observation | None:
+        """The farthest number with values; None without any, or where it failed by its own fault on the way."""
+        if self.last.state == "failed" and self.last.failure not in CHANCE:
+            return None
+        measured = [link for link in self.links if link.values is not None]
+        return measured[-1] if measured else None
+
+
+def chains_of(observations: Sequence[Observation]) -> list[Chain]:
+    """The candidates of a study; refused proposals and repeats are none."""
+    chains: dict[int, list[Observation]] = {}
+    root: dict[int, int] = {}
+    for observation in observations:
+        if observation.state == "refused" or observation.repeat_of is not None:
+            continue
+        begun = observation.number if observation.continues is None else root.get(observation.continues)
+        if begun is not None:
+            root[observation.number] = begun
+            chains.setdefault(begun, []).append(observation)
+    return [Chain(tuple(links)) for links in chains.values()]
+
+
+@dataclass(frozen=True)
+class Forecasts:
+    """Values of candidates after the full training, as costs (lower is better)."""
+
+    mean: np.ndarray
+    """``[n, k]``; NaN for a candidate of which nothing is known."""
+    sd: np.ndarray
+    """``[n, k]``: what is uncertain of the candidate alone. What all of a rung share (how much a training still gains)
+    can't change their order and is left out; 0 for what was measured."""
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain], objectives: Sequence[Objective], fidelity: Fidelity) -> Forecasts:
+        """Forecast every candidate, from the last rung's backwards."""
+        mean = np.full((len(chains), len(objectives)), np.nan)
+        sd = np.zeros_like(mean)
+        for column, objective in enumerate(objectives):
+            sign = -1.0 if objective.direction == "maximize" else 1.0
+            for row, chain in enumerate(chains):
+                if (known := chain.known) is not None and known.values is not None:
+                    mean[row, column] = sign * known.values[objective.name]
+            if objective.name in MEASURED_EXACTLY:
+                continue
+            for rung in range(fidelity.last):
+                change = _Change.fit(chains, objective, fidelity, rung)
+                for row, chain in enumerate(chains):
+                    if (known := chain.known) is not None and known.rung <= rung:
+                        fall = change.of(known)
+                        mean[row, column] -= fall.mean
+                        sd[row, column] = np.hypot(sd[row, column], fall.sd)
+        return cls(mean, sd)
+
+
+class _Fall(NamedTuple):
+    mean: float
+    sd: float
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How an objective's cost falls from a rung to the next: ``level + slope * (what the law says)``."""
+
+    rung: int
+    is_curve: bool
+    spread: float
+    """Standard deviation of the change of a candidate without a curve."""
+    centre: float
+    """What the law says of the candidates on average."""
+    weights: np.ndarray
+    """Posterior mean of level and slope."""
+    covariance: np.ndarray
+    scale: float
+    """The law's errors over its own uncertainty, squared."""
+
+    @classmethod
+    def fit(cls, chains: Sequence[Chain], objective: Objective, fidelity: Fidelity, rung: int) -> _Change:
+        """Learn from the candidates that went from ``rung`` to the next."""
+        sign = -1.0 if objective.direction == "maximize" else 1.0
+        before = [link for c in chains for link in c.links if link.rung == rung and link.values is not None]
+        values = np.array([sign * (link.values or {})[objective.name] for link in before])
+        spread = SPREAD_RATIO * _spread(values)
+        blank = cls(rung, objective.name == QUALITY, spread, 0.0, np.array([0.0, 1.0]), np.zeros((2, 2)), 1.0)
+        laws = [blank._law(link) for link in before]
+        centre = float(np.median([law.mean for law in laws])) if laws else 0.0
+        typical = float(np.median([law.sd for law in laws])) if laws else spread
+        # A model of another width is on another level altogether.
+        level_sd = typical if fidelity.continues(rung + 1) else 10 * max(_spread(values), typical)
+        prior = np.diag([1 / max(level_sd, 1e-12) ** 2, 1 / SLOPE_SD**2])
+        after = {link.continues: link for c in chains for link in c.links if link.values is not None}
+        pairs = [row for row, link in enumerate(before) if link.number in after]
+        rows = np.array([[1.0, laws[row].mean - centre] for row in pairs]).reshape(-1, 2)
+        fell = np.array(
+            [values[row] - sign * (after[before[row].number].values or {})[objective.name] for row in pairs]
+        )
+        known = rows[:, 1] + centre if pairs else fell
+        noise = np.array([max(laws[row].sd, 1e-12) for row in pairs])
+        start, scale = np.array([centre, 1.0]), 1.0
+        weights, covariance = start, np.linalg.inv(prior)
+        for _ in range(3 if pairs else 0):
+            precision = prior + (rows.T / (scale * noise**2)) @ rows
+            covariance = np.linalg.inv(precision)
+            weights = covariance @ (prior @ start + (rows.T / (scale * noise**2)) @ fell)
+            errors = (fell - rows @ weights) / noise
+            scale = (PRIOR_WEIGHT + float(errors @ errors)) / (PRIOR_WEIGHT + len(known))
+        return replace(blank, centre=centre, weights=weights, covariance=covariance, scale=scale)
+
+    def of(self, link: Observation) -> _Fall:
+        """Of a candidate; its standard deviation without what all candidates share."""
+        law = self._law(link)
+        away = law.mean - self.centre
+        mean = float(self.weights @ np.array([1.0, away]))
+        return _Fall(mean, float(np.sqrt(self.scale * law.sd**2 + self.covariance[1, 1] * away**2)))
+
+    def _law(self, link: Observation) -> _Fall:
+        fall = None
+        if self.is_curve and link.curve is not None and link.curve.loss:
+            fall = link.curve.fall(link.curve.rungs[self.rung], link.curve.rungs[self.rung + 1])
+        return _Fall(0.0, self.spread) if fall is None else _Fall(*fall)
+
+
+def _spread(values: np.ndarray) -> float:
+    """Half the range of the better half: bad candidates may be anywhere."""
+    if len(values) < 2:
+        return float(np.abs(values).max(initial=0.0)) * 0.1
+    best = np.sort(values)[: len(values) // 2 + 1]
+    return float(np.ptp(best)) / 2
+
+
+def ranked(costs: np.ndarray, violations: np.ndarray) -> np.ndarray:
+    """Rows from the best to the worst: the feasible before the others, by non-dominated layers, of a layer the
+    outermost and the most solitary first (crowding distance, Deb et al. 2002).
+
+    Args:
+        costs: ``[n, k]``, lower is better, finite.
+        violations: ``[n]``, above 0 beyond a bound.
+    """
+    layer = np.zeros(len(costs), dtype=np.int64)
+    left = np.arange(len(costs))
+    depth = 0
+    while len(left):
+        best = pareto.front(costs[left], ["minimize"] * costs.shape[1])
+        layer[left[best]] = depth
+        left, depth = left[~best], depth + 1
+    crowding = np.zeros(len(costs))
+    for depth in np.unique(layer):
+        rows = np.flatnonzero(layer == depth)
+        crowding[rows] = _crowding(costs[rows])
+    return np.lexsort((np.arange(len(costs)), -crowding, layer, np.maximum(violations, 0.0)))
+
+
+def _crowding(costs: np.ndarray) -> np.ndarray:
+    """``[n]``: the sum over objectives of the gap between a point's neighbours, as a share of the range."""
+    total = np.zeros(len(costs))
+    for column in costs.T:
+        order = np.argsort(column, kind="stable")
+        scale = np.ptp(column) or 1.0
+        gaps = np.full(len(column), np.inf)
+        gaps[1:-1] = (column[order][2:] - column[order][:-2]) / scale
+        total[order] += gaps
+    return total
+
+
+def next_growth(state: SearchState, fidelity: Fidelity, left: float | None = None) -> Growth | None:
+    """The candidate to train on now, before a new one begins; None to begin one.
+
+    Args:
+        state: Of the search, with all numbers of the study.
+        fidelity: The rungs.
+        left: What is left of the budget, in full trainings; None without a budget.
+    """
+    chains = chains_of(state.observations)
+    forecasts = Forecasts.of(chains, state.space.objectives, fidelity)
+    order = _order(chains, forecasts, state.space.objectives)
+    waiting = [row for row in order if _is_waiting(chains[row], fidelity)]
+    if left is not None and left < FINISHING + fidelity.cost_from(0) - 1e-9:
+        for row in waiting:
+            last = chains[row].last
+            if fidelity.cost_from(last.rung + 1) <= left + 1e-9:
+                return Growth(last.number, last.rung + 1)
+        return None
+    for rung in range(fidelity.last - 1, -1, -1):
+        members = [row for row in order if _reached(chains[row], rung)]
+        best = members[: int(len(members) / fidelity.eta)]
+        for row in best:
+            if row in waiting and chains[row].last.rung == rung:
+                return Growth(chains[row].last.number, rung + 1)
+    return None
+
+
+def _order(chains: Sequence[Chain], forecasts: Forecasts, objectives: Sequence[Objective]) -> list[int]:
+    """Rows of the candidates of which something is known, from the best on."""
+    costs = forecasts.mean - OPTIMISM * forecasts.sd
+    rows = np.flatnonzero(np.isfinite(costs).all(axis=1))
+    if not len(rows):
+        return []
+    expected = [_expected(chains[row], forecasts, row, objectives) for row in rows]
+    violations = violations_of(expected, objectives).max(axis=1)
+    return [int(rows[place]) for place in ranked(costs[rows], violations)]
+
+
+def _is_waiting(chain: Chain, fidelity: Fidelity) -> bool:
+    return chain.last.values is not None and chain.last.rung < fidelity.last
+
+
+def _reached(chain: Chain, rung: int) -> bool:
+    return any(link.rung == rung and link.values is not None for link in chain.links)
+
+
+def _expected(chain: Chain, forecasts: Forecasts, row: int, objectives: Sequence[Objective]) -> Observation:
+    """A candidate as samplers see it: with what is known of its full training."""
+    known = chain.known
+    assert known is not None
+    values, noise = {}, {}
+    for column, objective in enumerate(objectives):
+        sign = -1.0 if objective.direction == "maximize" else 1.0
+        values[objective.name] = sign * float(forecasts.mean[row, column])
+        if forecasts.sd[row, column] > 0:
+            noise[objective.name] = float(forecasts.sd[row, column])
+    return replace(chain.first, state="ok", values=values, failure="", noise=noise, fidelity=known.fidelity)
+
+
+def as_candidates(state: SearchState, fidelity: Fidelity) -> SearchState:
+    """The state as samplers see it: one observation a candidate, under the number that began it. Where it has not grown
+    to the end its values are forecasts, with their ``noise``."""
+    chains = chains_of(state.observations)
+    forecasts = Forecasts.of(chains, state.space.objectives, fidelity)
+    seen: Mapping[int, Observation] = {
+        chain.first.number: _seen(chain, forecasts, row, state.space.objectives) for row, chain in enumerate(chains)
+    }
+    kept = [seen.get(o.number, o) for o in state.observations if o.continues is None]
+    return replace(state, observations=kept)
+
+
+def _seen(chain: Chain, forecasts: Forecasts, row: int, objectives: Sequence[Objective]) -> Observation:
+    if chain.known is not None:
+        return _expected(chain, forecasts, row, objectives)
+    last = chain.last
+    return replace(chain.first, state=last.state, values=last.values, failure=last.failure, fidelity=last.fidelity)

@@ -1,0 +1,114 @@
+"""Trials that grow: the shares of the training after which candidates are compared, and how many go on.
+
+fidelity: off                                    # every trial is a full training (the default)
+fidelity: [0.25, 1]                              # a quarter of the tokens first, then all
+fidelity: {min: 0.1, eta: 3}                     # 0.111, 0.333, 1
+fidelity: {rungs: [0.2, 0.2, 1], widths: [0.5, 1, 1]}   # first with half as wide a model (needs mup)
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from engine.schema import Schema
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+DEFAULT_ETA = 3.0
+DEFAULT_MIN = 0.1
+
+
+class Rung(NamedTuple):
+    """A stage of a candidate's training."""
+
+    tokens_ratio: float
+    """Share of the training's tokens that it goes to."""
+    width_ratio: float
+    """Width of the model over that of the model that is tuned."""
+
+
+class Fidelity(Schema):
+    """How trials grow."""
+
+    rungs: Annotated[tuple[Share, ...], Field(strict=False, min_length=1)]
+    """Shares of the training's tokens, rising to 1: a candidate is trained to each in turn, as long as it is among the
+    best."""
+    widths: Annotated[tuple[Share, ...], Field(strict=False)] = ()
+    """Widths of the model at each rung over its own, rising to 1; empty for the model itself at all."""
+    eta: float = Field(default=DEFAULT_ETA, gt=1.0)
+    """One of so many candidates of a rung goes on to the next."""
+    without_mup: bool = False
+    """Let narrower models stand for the model although the hyperparameters don't transfer between widths."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_least(cls, data: Any) -> Any:
+        """``min`` and ``eta`` stand for rungs that many times apart."""
+        if not isinstance(data, dict) or "rungs" in data:
+            if isinstance(data, dict) and "min" in data:
+                raise ValueError("'rungs' says where the first rung is: leave 'min' out")
+            return data
+        least, eta = data.get("min", DEFAULT_MIN), data.get("eta", DEFAULT_ETA)
+        numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (least, eta)]
+        if not all(numbers) or not 0 < least < 1 or not eta > 1:
+            raise ValueError(f"'min' must be between 0 and 1 and 'eta' above 1, got {least!r} and {eta!r}")
+        rungs = [1.0]
+        while rungs[0] / eta >= least * (1 - 1e-9):
+            rungs.insert(0, rungs[0] / eta)
+        return {**{key: value for key, value in data.items() if key != "min"}, "rungs": rungs}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.rungs) < 2 or self.rungs[-1] != 1.0 or not _rises(self.rungs):
+            raise ValueError(f"'rungs' must rise from a share to 1, such as [0.25, 1]; got {list(self.rungs)}")
+        if not self.widths and len(set(self.rungs)) < len(self.rungs):
+            raise ValueError(f"'rungs' has a share twice, and no 'widths' to tell them apart: {list(self.rungs)}")
+        if self.widths:
+            if len(self.widths) != len(self.rungs):
+                raise ValueError(f"'widths' needs one width for each of the {len(self.rungs)} rungs")
+            if self.widths[-1] != 1.0 or not _rises(self.widths):
+                raise ValueError(f"'widths' must rise to 1, such as [0.5, 1]; got {list(self.widths)}")
+            if len(set(self.stages)) < len(self.stages):
+                raise ValueError("two rungs are the same, in tokens and in width: leave one out")
+        return self
+
+    @property
+    def stages(self) -> tuple[Rung, ...]:
+        """The rungs with their widths."""
+        return tuple(Rung(*stage) for stage in zip(self.rungs, self.widths or (1.0,) * len(self.rungs), strict=True))
+
+    @property
+    def last(self) -> int:
+        """Index of the full training."""
+        return len(self.rungs) - 1
+
+    def continues(self, rung: int) -> bool:
+        """Whether a rung goes on from the checkpoint of the one before: another width begins anew."""
+        return rung > 0 and self.stages[rung].width_ratio == self.stages[rung - 1].width_ratio
+
+    def cost(self, rung: int) -> float:
+        """What a rung costs, in full trainings: its tokens, times the square of the width (nearly all of a model's work
+        is in matrices that are as wide on both sides)."""
+        stage = self.stages[rung]
+        done = self.stages[rung - 1].tokens_ratio if self.continues(rung) else 0.0
+        return (stage.tokens_ratio - done) * stage.width_ratio**2
+
+    def cost_from(self, rung: int) -> float:
+        """What all rungs from one on cost together."""
+        return sum(self.cost(index) for index in range(rung, len(self.rungs)))
+
+
+def _rises(values: tuple[float, ...]) -> bool:
+    return all(a <= b for a, b in pairwise(values))
+
+
+def parse_words(value: Any) -> Any:
+    """What people write, as the fields of ``Fidelity``; None for ``off``."""
+    if value is None or value is False or value == "off":
+        return None
+    if value is True or value == "on":
+        return {}
+    return {"rungs": value} if isinstance(value, list) else value
