@@ -17,6 +17,7 @@ from engine.measurement import AttentionSample, MatmulSample, StreamSample
 from engine.models.layers import ACTIVATIONS, Norm
 from engine.models.loss import summed_loss
 from engine.optim.build import build_optimizer
+from engine.parametrization import standard_scales
 from engine.plan import Precision
 from engine.precision.linear import linear
 from engine.precision.policy import precision_policy
@@ -154,7 +155,7 @@ def measure_optimizer(timer: Timer, sizes: Sequence[int]) -> list[StreamSample]:
     for elements in sizes:
         weight = nn.Parameter(_random(timer, "fp32", max(elements // WIDTH, 1), WIDTH))
         weight.grad = torch.ones_like(weight)
-        optimizer = build_optimizer({"layers.0.ffn.up.weight": weight}, Hyperparameters())
+        optimizer = build_optimizer({"layers.0.ffn.up.weight": weight}, Hyperparameters(), standard_scales)
 
         def step(weight: nn.Parameter = weight, optimizer: torch.optim.Optimizer = optimizer) -> None:
             assert weight.grad is not None

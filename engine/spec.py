@@ -243,6 +243,35 @@ class Hyperparameters(Schema):
     expert_bias_rate: NonNegative = 0.0
     """Step of the selection bias that evens out the experts' load without a loss (needs moe.selection_bias); 0 keeps
     it as it is."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """How first values and learning rates follow the width of the model: not at all, or so that what is tuned at one
+    width holds at another (maximal update parametrization, relative to ``base_hidden_size``)."""
+    base_hidden_size: Count | None = None
+    """Hidden size at which ``mup`` is the same as ``standard``: that of the model the other hyperparameters are from,
+    or are for. Only with ``mup``."""
+    base_num_layers: Count | None = None
+    """Layers at which ``mup`` is the same as ``standard``, to transfer over depth, too (AdamW only); null to leave
+    depth out."""
+
+    @model_validator(mode="after")
+    def _check_parametrization(self) -> Self:
+        if self.parametrization == "mup":
+            if self.base_hidden_size is None:
+                raise ValueError(
+                    "parametrization mup needs base_hidden_size, the hidden size at which it is the same as standard"
+                )
+            if self.base_num_layers is not None and self.optimizer != "adamw":
+                raise ValueError(
+                    f"base_num_layers is for optimizer adamw, got {self.optimizer}: no rule for depth is known for it;"
+                    " leave base_num_layers out"
+                )
+            return self
+        given = [name for name in ("base_hidden_size", "base_num_layers") if getattr(self, name) is not None]
+        if given:
+            raise ValueError(
+                f"{given[0]} is for parametrization mup, which is standard: set it to mup, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -19,7 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.loss import IGNORED
 from engine.moe.balance import ExpertBalance
 from engine.moe.placer import ExpertPlacer
-from engine.optim.build import build_optimizer
+from engine.optim.build import build_optimizer, set_learning_rate
 from engine.optim.groups import GROUPS
 from engine.optim.norm import scale_gradients, squared_norms
 from engine.optim.sharded import OptimizerShards
@@ -31,6 +31,7 @@ from engine.parallel.runner import Runner
 from engine.parallel.shards import saved
 from engine.parallel.tensor import settle_gradients
 from engine.parallel.tied import by_model_name, rank_parameters, restore_copies, sum_tied_gradients, without_copies
+from engine.parametrization import scales_of
 from engine.rng import Generators
 from engine.spec import ModelSpec
 from engine.split_model import enlarge_vocabulary, make_runner, split_model
@@ -99,7 +100,8 @@ class Stepper:
         self._speaks_for_batch = context.tp_rank == 0
         self._parameters = rank_parameters(parts)
         self._shards = OptimizerShards(self._parameters, context)
-        self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters)
+        self._scales_of = scales_of(config.hyperparameters, spec)
+        self.optimizer = build_optimizer(self._shards.tensors, config.hyperparameters, self._scales_of)
         mixtures = {name: layer for part in parts for name, layer in mixtures_of(part).items()}
         self._balance = ExpertBalance(
             mixtures,
@@ -111,7 +113,7 @@ class Stepper:
         num_micro_batches = config.plan.num_micro_batches(config.hyperparameters.global_batch_size)
         self.placer = ExpertPlacer(mixtures, config.plan, context, num_micro_batches)
         weights: dict[str, Tensor] = self._parameters | self._balance.selection_biases()
-        self._weights = Weights(weights, spec, config.runtime.seed, context)
+        self._weights = Weights(weights, spec, config.runtime.seed, context, self._scales_of)
         self._routed_sums = routed_sums
         self._reducer = GradientReducer(
             self._parameters, context, overlap=config.plan.overlap_dp, sum_over=routed_sums or native_sum
@@ -195,7 +197,7 @@ class Stepper:
             loss_share.zero_()
         context.synchronize()
         computed = time.perf_counter()
-        norms = squared_norms(without_copies(self._parameters), context)
+        norms = squared_norms(without_copies(self._parameters), context, self._scales_of)
         sums = torch.cat([loss_share.view(1), self._balance.sum_loads(), norms])
         loss, auxiliary_loss, expert_load_ratio, *squares = context.sum_over_world(sums).tolist()
         grad_norm = math.sqrt(sum(squares))
@@ -224,8 +226,7 @@ class Stepper:
         clip_norm = self._config.hyperparameters.clip_norm
         if clip_norm is not None and grad_norm > clip_norm:
             scale_gradients(self._parameters, clip_norm / grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         self._shards.take_gradients()
         self.optimizer.step()
         self._shards.gather()

@@ -14,6 +14,7 @@ from engine.models.decoder import initial_value
 from engine.parallel.pipeline import gather_to_main
 from engine.parallel.shards import fill, gather
 from engine.parallel.tied import model_name, without_copies
+from engine.parametrization import ScalesOf
 from engine.spec import ModelSpec
 
 
@@ -25,13 +26,17 @@ class Weights:
         spec: The architecture, with its final vocabulary.
         seed: Of the first values.
         context: This rank's place.
+        scales_of: Factors on the first values.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], spec: ModelSpec, seed: int, context: ParallelContext) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], spec: ModelSpec, seed: int, context: ParallelContext, scales_of: ScalesOf
+    ) -> None:
         self.named = named
         self._spec = spec
         self._seed = seed
         self._context = context
+        self._scales_of = scales_of
 
     def initialise(self) -> None:
         """Give all weights their first values, which depend on the seed and the name alone."""
@@ -80,7 +85,7 @@ class Weights:
         return gather_to_main(weights, self._context)
 
     def _initial(self, fqn: str, weight: Tensor, rows: range) -> Tensor:
-        return initial_value(self._spec, self._seed, fqn, weight.shape, rows)
+        return initial_value(self._spec, self._seed, fqn, weight.shape, rows).mul_(self._scales_of(fqn).initial_value)
 
 
 def _rows(whole: Tensor, rows: range) -> Tensor:

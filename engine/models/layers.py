@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.parametrization import writes_to_residual
 from engine.precision.linear import linear
 from engine.precision.policy import wide
 from engine.spec import SWIGLU_LIMIT, ModelSpec
@@ -110,5 +111,4 @@ class FeedForward(nn.Module):
 def initial_std(fqn: str, num_layers: int) -> float:
     """Standard deviation of a weight matrix at the start: 0.02, projections back into the residual stream scaled by
     1/sqrt(2·layers) (GPT-2)."""
-    into_residual = fqn.endswith((".attention.out.weight", ".ffn.down.weight", ".shared.down.weight", ".experts.down"))
-    return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
+    return 0.02 / math.sqrt(2 * num_layers) if writes_to_residual(fqn) else 0.02

@@ -12,6 +12,7 @@ from engine.context import ParallelContext
 from engine.layout import DENSE_AXES, EXPERT_AXES
 from engine.optim.groups import GROUPS, group_of
 from engine.parallel.shards import local, split_axes
+from engine.parametrization import ScalesOf
 from engine.precision.policy import wide
 
 
@@ -27,15 +28,21 @@ def counts_here(parameter: Tensor, context: ParallelContext) -> bool:
     return all(axis in split or context.coordinate(axis) == 0 for axis in axes)
 
 
-def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext) -> Tensor:
+def squared_norms(parameters: Mapping[str, nn.Parameter], context: ParallelContext, scales_of: ScalesOf) -> Tensor:
     """This rank's share of the squared gradient norm of each of ``GROUPS``, fp64 [len(GROUPS)]; the sum over all ranks
-    is the whole. Not finite if any gradient here is not, whichever rank counts it."""
+    is the whole. Not finite if any gradient here is not, whichever rank counts it.
+
+    Args:
+        parameters: This rank's, without copies of tied ones.
+        context: Its place.
+        scales_of: Factors on the gradients.
+    """
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
     counted: dict[str, list[float]] = {group: [] for group in GROUPS}
     for fqn, parameter in parameters.items():
         if parameter.grad is not None:
             gradients[group_of(fqn)].append(local(parameter.grad))
-            counted[group_of(fqn)].append(float(counts_here(parameter, context)))
+            counted[group_of(fqn)].append(counts_here(parameter, context) * scales_of(fqn).gradient ** 2)
     shares = torch.zeros(len(GROUPS), dtype=torch.float64, device=context.device)
     for index, (members, weights) in enumerate(zip(gradients.values(), counted.values(), strict=True)):
         if members:
