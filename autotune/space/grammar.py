@@ -48,6 +48,9 @@ IMPLICIT_CONDITIONS = {
     "hyperparameters.min_lr_ratio": "hyperparameters.schedule != 'constant'",
     "hyperparameters.beta2": "hyperparameters.optimizer == 'adamw'",
     "hyperparameters.eps": "hyperparameters.optimizer == 'adamw'",
+    "hyperparameters.base_hidden_size": "hyperparameters.parametrization == 'mup'",
+    "hyperparameters.base_num_layers": "hyperparameters.parametrization == 'mup' and"
+    " hyperparameters.optimizer == 'adamw'",
 }
 """Values without effect elsewhere are searched only where these hold."""
 
