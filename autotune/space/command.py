@@ -46,7 +46,7 @@ class CommandSpace(Space):
         return 1 if self.devices is None else int(self.devices(values))
 
     def _candidate(self, values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Candidate:
-        most = self.cluster.num_devices if self.cluster else 1
+        most = self.cluster.devices_per_node if self.cluster else 1
         needed = self.num_devices(values)
         if not 1 <= needed <= most:
             return Candidate(rule="devices", reason=f"it needs {needed} devices, the machine has {most}")

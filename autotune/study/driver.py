@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 from optuna.exceptions import StorageInternalError
 
 from autotune.study.assignment import Assignment
+from autotune.study.child import Stop
 from autotune.study.executor import Executor
-from autotune.study.runner import Stop
 from autotune.study.study import Nothing, Study
 from engine.errors import UserError
 from engine.outcome import Outcome

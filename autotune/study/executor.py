@@ -13,8 +13,10 @@ from autotune.space.space import TrialLimits
 from autotune.specs.cluster import ClusterSpec
 from autotune.specs.machine import memory_limit_bytes
 from autotune.study.assignment import Assignment
+from autotune.study.child import MEMORY_SHARE, Stop
+from autotune.study.command_runner import run_program
 from autotune.study.devices import DevicePool
-from autotune.study.runner import MEMORY_SHARE, Stop, run_trial
+from autotune.study.runner import run_trial
 from engine.errors import UserError
 from engine.outcome import Outcome
 
@@ -125,14 +127,13 @@ class LocalExecutor:
             return None
         try:
             on_start()
-            assert assignment.config is not None, "a trial of the engine"
+            limits = with_memory_share(limits, assignment.num_devices, self.pool.num_devices)
+            if assignment.program is not None:
+                return run_program(assignment, assignment.program, limits=limits, devices=devices, stop=stop)
+            assert assignment.config is not None, "a run of the engine or a program"
+            command = self.command(assignment) if self.command else None
             return run_trial(
-                assignment.config,
-                assignment.folder,
-                limits=with_memory_share(limits, assignment.num_devices, self.pool.num_devices),
-                devices=devices,
-                stop=stop,
-                command=self.command(assignment) if self.command else None,
+                assignment.config, assignment.folder, limits=limits, devices=devices, stop=stop, command=command
             )
         finally:
             self.pool.release(devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from autotune.space.objectives import Objective
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
-from autotune.study.runner import Stop
+from autotune.study.child import Stop
+from autotune.study.measured import outcome_of_measured
 from engine.outcome import Outcome, OutcomeKind
 
 Measured = Mapping[str, float] | float
@@ -77,46 +77,3 @@ def outcome_of_exception(error: Exception) -> Outcome:
     text = " ".join(str(error).split())
     detail = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return Outcome(kind="oom" if is_memory else "user", detail=detail[:500])
-
-
-def outcome_of_measured(measured: object, objectives: Sequence[Objective]) -> Outcome:
-    """The outcome that measured values stand for: ``ok``, ``nan`` where an objective is not finite, ``user`` where one
-    is missing or no number.
-
-    Args:
-        measured: What the function or program gave; figures that are no objectives are kept when they are finite.
-        objectives: The study's.
-    """
-    names = [objective.name for objective in objectives]
-    if len(names) == 1 and _number(measured) is not None:
-        measured = {names[0]: measured}
-    if not isinstance(measured, Mapping):
-        wanted = f"a mapping with {', '.join(names)}" + (" (or a number)" if len(names) == 1 else "")
-        return Outcome(kind="user", detail=f"it gave {_short(measured)}, wanted is {wanted}")
-    figures = {str(name): value for name, item in measured.items() if (value := _number(item)) is not None}
-    for name in names:
-        if name not in measured:
-            given = ", ".join(map(str, measured)) or "nothing"
-            return Outcome(kind="user", detail=f"it gave no {name!r}, only {given}"[:500])
-        if name not in figures:
-            return Outcome(kind="user", detail=f"it gave {name} = {_short(measured[name])}, wanted is a number")
-    metrics = {name: value for name, value in figures.items() if math.isfinite(value)}
-    for name in names:
-        if name not in metrics:
-            return Outcome(kind="nan", detail=f"{name} is {figures[name]}", metrics=metrics)
-    return Outcome(kind="ok", metrics=metrics)
-
-
-def _number(value: object) -> float | None:
-    """A number as a float, also one of numpy's or a tensor's with one element; None for anything else."""
-    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

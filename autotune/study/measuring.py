@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.specs.cluster import ClusterSpec
+from autotune.study.child import start_child
 from autotune.study.devices import DevicePool
 from autotune.study.processes import end_marked, new_mark
-from autotune.study.runner import launch_command, start_child
+from autotune.study.runner import launch_command
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.measurement import Measurement
 from engine.schema import parse

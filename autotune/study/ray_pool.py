@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from autotune.space.space import TrialLimits
 from autotune.specs.cluster import ClusterSpec
 from autotune.study.assignment import Assignment
+from autotune.study.child import STOP_GRACE_SECONDS, Stop
 from autotune.study.executor import CommandOf, Patience
 from autotune.study.ray_cluster import Bundles, RayCluster, joined
-from autotune.study.runner import STOP_GRACE_SECONDS, Stop
 from engine.atomic import make_folder
 from engine.errors import UserError
 from engine.outcome import Outcome

@@ -20,10 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
+from autotune.study.child import STDOUT_FILE, STOP_GRACE_SECONDS, Stop, end_recorded, start_child
+from autotune.study.command_runner import run_program
 from autotune.study.executor import with_memory_share
 from autotune.study.processes import end_marked, new_mark
 from autotune.study.ray_cluster import Bundles, RayCluster
-from autotune.study.runner import RUN_FILE, STDOUT_FILE, STOP_GRACE_SECONDS, Stop, end_recorded, run_trial, start_child
+from autotune.study.runner import RUN_FILE, run_trial
 from engine.atomic import make_folder
 from engine.errors import UserError
 from engine.outcome import Outcome
@@ -119,20 +121,17 @@ def _outcome(task: RayTask) -> Outcome:
     if not task.stop_file.exists():
         detail = f"node {socket.gethostname()} does not see the trial's folder: --runs-dir has to be shared"
         return Outcome(kind="infra", detail=detail)
-    assert task.assignment.config is not None, "a trial of the engine"
     return _over_nodes(task) if task.bundles.num_nodes > 1 else _run(task, StopFile(task.stop_file).read, task.command)
 
 
 def _run(task: RayTask, stop: Any, command: Any) -> Outcome:
     here = task.cluster.devices_by_node().get(ray.get_runtime_context().get_node_id(), task.bundles.devices_per_node)
-    assert task.assignment.config is not None
-    return run_trial(
-        task.assignment.config,
-        task.assignment.folder,
-        limits=with_memory_share(task.limits, task.bundles.devices_per_node, here),
-        stop=stop,
-        command=command,
-    )
+    limits = with_memory_share(task.limits, task.bundles.devices_per_node, here)
+    assignment = task.assignment
+    if assignment.program is not None:
+        return run_program(assignment, assignment.program, limits=limits, stop=stop)
+    assert assignment.config is not None, "a run of the engine or a program"
+    return run_trial(assignment.config, assignment.folder, limits=limits, stop=stop, command=command)
 
 
 # One trial over several nodes: each runs torchrun for its ranks; the first also watches telemetry and tells the outcome

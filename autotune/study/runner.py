@@ -1,8 +1,4 @@
-"""One trial as a child process, with its limits, to a typed Outcome.
-
-The child is found, watched and ended as a whole: launchers, ranks and whatever they start, in any session. It dies with
-this process (on Linux by the kernel's parent-death signal; elsewhere the next driver ends it by its recorded mark).
-"""
+"""One trial of the engine: a child process with limits, to a typed Outcome."""
 
 from __future__ import annotations
 
@@ -14,15 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from autotune.space.space import TrialLimits
-from autotune.specs.machine import memory_limit_bytes
 from autotune.study.assignment import Assignment
+from autotune.study.child import LACKED_MEMORY, STDOUT_FILE, Stop, end_recorded, last_line, run_child, start_child
+from autotune.study.command_runner import program_evidence
 from autotune.study.devices import Devices
-from autotune.study.preflight import engine_environment
-from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
 from engine.atomic import make_folder, write_text
 from engine.config import RunConfig, dump_run, load_run
 from engine.control import PLANNED_STOP_EXIT_CODE
@@ -37,30 +31,9 @@ from engine.outcome import (
     write_outcome,
 )
 from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
-from engine.units import format_bytes, format_duration
+from engine.units import format_duration
 
 RUN_FILE = "run.yaml"
-STDOUT_FILE = "stdout.log"
-
-MEMORY_SHARE = 0.9
-"""Part of the machine's memory that trials may use."""
-POLL_SECONDS = 0.1
-WATCH_SECONDS = 0.5
-"""Time between looks at memory and telemetry."""
-STOP_GRACE_SECONDS = 20.0
-"""A child that is asked to end gets so long for its checkpoint."""
-
-_LAUNCH = str(Path(__file__).with_name("launch.py"))
-
-
-class Stop(IntEnum):
-    """How urgently a trial is asked to end."""
-
-    NO = 0
-    SOON = 1
-    """At a checkpoint, within the grace time."""
-    NOW = 2
-
 
 Progress = Callable[[Sequence[StepRecord | EventRecord | AckRecord]], None]
 
@@ -118,37 +91,21 @@ def run_trial(
     shutil.rmtree(folder / FAILURES_FOLDER, ignore_errors=True)
     write_text(folder / RUN_FILE, dump_run(config))
     watch = _Watch(folder, limits, on_progress)
-    mark = new_mark(folder)
-    started = time.time()
-    kills_before = _num_kernel_oom_kills()
-    with open(folder / STDOUT_FILE, "ab") as output:
-        child = _start(config, folder, mark, devices, list(command or engine_command(config, folder)), output.fileno())
-    try:
-        ended = _supervise(child, watch, stop)
-    finally:
-        end_marked(mark)
-        child.wait()
-    outcome = ended or _told_by_child(folder, child.returncode)
-    if outcome.kind == "infra" and _num_kernel_oom_kills() > kills_before:
-        outcome = outcome.changed(kind="oom", detail="the system ran out of memory and killed a process of the trial")
-    outcome = _completed(outcome, watch, time.time() - started)
+    program = list(command or engine_command(config, folder))
+    ended = run_child(lambda mark, output: _start(config, folder, mark, devices, program, output), folder, watch, stop)
+    outcome = ended.decided or _told_by_child(folder, ended.status)
+    if outcome.kind == "infra" and ended.lacked_memory:
+        outcome = outcome.changed(kind="oom", detail=LACKED_MEMORY)
+    outcome = _completed(outcome, watch, ended.wall_seconds)
     write_outcome(folder, outcome)
     return outcome
-
-
-def end_recorded(folder: Path) -> int:
-    """End what an earlier start in ``folder`` left running (its driver was killed).
-
-    Returns:
-        Processes that were killed.
-    """
-    mark = recorded_mark(folder)
-    return end_marked(mark) if mark else 0
 
 
 def evidence(assignment: Assignment) -> Outcome | None:
     """The outcome that a trial whose driver died left in its folder; None when it has to be run (again): nothing whole
     is there, it was interrupted or hit by a fault of the machine, or the folder belongs to another configuration."""
+    if assignment.program is not None:
+        return program_evidence(assignment, assignment.program)
     outcome = read_outcome(assignment.folder)
     if outcome is None or outcome.kind in ("interrupted", "infra"):
         return None
@@ -218,93 +175,6 @@ def _start(
     )
 
 
-def start_child(
-    command: Sequence[str],
-    folder: Path,
-    *,
-    mark: str,
-    devices: Devices | None,
-    threads_per_rank: int,
-    death_signal: signal.Signals,
-    stdout: int,
-    stderr: int,
-) -> subprocess.Popen[bytes]:
-    """Start a program of the engine as trials are: on its devices' cores, with its share of threads, tied to the
-    calling thread, marked.
-
-    Args:
-        command: The program.
-        folder: Its working folder.
-        mark: What all its processes carry (``processes.new_mark``).
-        devices: Devices to use alone; None for all.
-        threads_per_rank: CPU threads of each of its processes.
-        death_signal: What it gets when the calling thread ends.
-        stdout: As for ``Popen``.
-        stderr: As for ``Popen``.
-    """
-    cpus = ",".join(map(str, devices.cpus)) if devices else ""
-    environment = engine_environment() | {
-        MARK: mark,
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads_per_rank),
-    }
-    if devices is not None and devices.visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = devices.visible
-    launcher = [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), str(int(death_signal)), cpus or "-"]
-    return subprocess.Popen(
-        [*launcher, *command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,  # Ctrl-C in the terminal reaches the driver alone, which decides
-    )
-
-
-def _supervise(child: subprocess.Popen[bytes], watch: _Watch, stop: Callable[[], Stop]) -> Outcome | None:
-    """Wait for the child's end.
-
-    Returns:
-        The outcome when it was decided here; None when the child ended by itself.
-    """
-    limit_bytes = watch.limits.memory_bytes or int(memory_limit_bytes() * MEMORY_SHARE)
-    next_look = 0.0
-    while child.poll() is None:
-        asked = stop()
-        if asked == Stop.NOW:
-            return Outcome(kind="interrupted", detail="stopped at once")
-        if asked == Stop.SOON:
-            return _end_gently(child, stop)
-        if time.monotonic() >= next_look:
-            watch.poll()
-            used_bytes = tree_memory_bytes(child.pid, above=limit_bytes)
-            if used_bytes > limit_bytes:
-                limit = format_bytes(limit_bytes)
-                return Outcome(kind="oom", detail=f"{format_bytes(used_bytes)} in use, the trial's limit is {limit}")
-            if verdict := watch.verdict():
-                return verdict
-            next_look = time.monotonic() + WATCH_SECONDS
-        try:
-            child.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-    watch.poll()
-    return None
-
-
-def _end_gently(child: subprocess.Popen[bytes], stop: Callable[[], Stop]) -> Outcome | None:
-    """Ask the child to end at a checkpoint. None when it had ended well just before."""
-    child.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + STOP_GRACE_SECONDS
-    while child.poll() is None and time.monotonic() < deadline and stop() != Stop.NOW:
-        try:
-            child.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-    return None if child.returncode == 0 else Outcome(kind="interrupted", detail="stopped")
-
-
 def _told_by_child(folder: Path, status: int) -> Outcome:
     """The outcome of a child that ended by itself: the most telling of its ranks' failures, its own word, or its exit
     status. A signal or an interruption that nobody here asked for is a fault of the machine."""
@@ -317,7 +187,7 @@ def _told_by_child(folder: Path, status: int) -> Outcome:
     for kind, detail in causes:
         if kind not in ("infra", "interrupted"):
             return (outcome or Outcome(kind=kind)).changed(kind=kind, detail=detail)
-    last_line = _last_line(folder / STDOUT_FILE)
+    last_said = last_line(folder / STDOUT_FILE)
     kind = "infra"
     if status < 0:
         detail = f"ended by {signal.Signals(-status).name} from outside"
@@ -326,22 +196,12 @@ def _told_by_child(folder: Path, status: int) -> Outcome:
     elif causes:
         detail = causes[0][1]
     elif status == USER_ERROR_EXIT_CODE:
-        kind, detail = "user", last_line
+        kind, detail = "user", last_said
     elif status == PLANNED_STOP_EXIT_CODE:
         detail = "stopped at a checkpoint on another's request"
     else:
-        detail = f"exit status {status} without an outcome: {last_line}"
+        detail = f"exit status {status} without an outcome: {last_said}"
     return (outcome or Outcome(kind=kind)).changed(kind=kind, detail=detail)
-
-
-def _last_line(path: Path) -> str:
-    """What the child said last: its error message when there is one, else a rank's end as torchrun tells it."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-        text = file.read().decode("utf-8", errors="replace")
-    lines = [" ".join(line.split()) for line in text.splitlines() if any(map(str.isalnum, line))]
-    telling = [line for start in ("error:", "exitcode") for line in lines if line.startswith(start)]
-    return (telling or lines[-1:] or ["no output"])[0][:500]
 
 
 def _completed(outcome: Outcome, watch: _Watch, wall_seconds: float) -> Outcome:
@@ -351,16 +211,3 @@ def _completed(outcome: Outcome, watch: _Watch, wall_seconds: float) -> Outcome:
         num_tokens=outcome.num_tokens or watch.num_tokens,
         wall_seconds=wall_seconds if outcome.wall_seconds is None else outcome.wall_seconds,
     )
-
-
-def _num_kernel_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory so far: in this control group, else on this machine."""
-    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
-        try:
-            lines = Path(path).read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

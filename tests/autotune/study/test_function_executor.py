@@ -11,9 +11,9 @@ import pytest
 from autotune.space.objectives import Objective
 from autotune.space.space import Dimension, Space, TrialLimits
 from autotune.study.assignment import Assignment
+from autotune.study.child import Stop
 from autotune.study.driver import Driver
 from autotune.study.function_executor import FunctionExecutor, TrialFailed, call
-from autotune.study.runner import Stop
 from autotune.study.study import Nothing, Study
 
 pytestmark = pytest.mark.unit

@@ -14,8 +14,9 @@ import pytest
 
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
+from autotune.study.child import Stop, end_recorded
 from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
-from autotune.study.runner import Stop, end_recorded, engine_command, evidence, run_trial
+from autotune.study.runner import engine_command, evidence, run_trial
 from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
 from engine.plan import Plan
