@@ -11,6 +11,12 @@ from engine.errors import UserError
 DEFAULT_SAMPLER = "tpe"
 
 
+def _joint() -> Sampler:
+    from autotune.search.joint import JointSampler
+
+    return JointSampler()
+
+
 def _tpe() -> Sampler:
     from autotune.search.optuna_samplers import OptunaSampler, tree_parzen
 
@@ -48,6 +54,7 @@ def _random() -> Sampler:
 
 
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
+    "joint": _joint,
     "tpe": _tpe,
     "gp": _gp,
     "nsga2": _nsga2,

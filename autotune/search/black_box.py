@@ -1,0 +1,100 @@
+"""Candidates of a space without plans: a Gaussian process an objective, over all dimensions.
+
+The first trials are the middle of the box and points spread over it; then the candidate is searched that is expected to
+add most to the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.prior.predict import TaskPrior
+from autotune.search import pareto
+from autotune.search.acquisition import Candidates
+from autotune.search.encoding import Encoding
+from autotune.search.feasible import Feasibility, feasibility_of
+from autotune.search.front_model import DrawnCost, FrontModel, Pool, limits_of
+from autotune.search.quality import QualityModel
+from autotune.search.sampler import SearchState
+from autotune.search.single import MARGIN, NUM_SPREAD
+from autotune.space.space import Scalar
+
+TINY = 1e-12
+"""Added to expected gains, so that they have a logarithm."""
+NEARNESS = 10.0
+"""Where no draw gains anything, how fast the score falls with the distance to the front."""
+
+
+@dataclass(frozen=True)
+class BlackBox:
+    """What is known of a space after trials. Made by ``of``."""
+
+    state: SearchState
+    candidates: Candidates
+    tried: Pool
+    feasibility: Feasibility
+    priors: Sequence[TaskPrior | None]
+    """Of each objective."""
+    model: FrontModel
+    rng: np.random.Generator
+
+    @classmethod
+    def of(cls, state: SearchState) -> BlackBox:
+        """Fit all models."""
+        rng = np.random.default_rng(state.seed)
+        encoding = Encoding.of(state.space.dimensions)
+        known = [o for o in state.tried if o.state in ("ok", "running")]
+        coordinates = encoding.coordinates([o.parameters for o in known])
+        tried = Pool(coordinates, np.zeros(len(known), dtype=np.int64))
+        columns = np.arange(coordinates.shape[1])
+        models = [QualityModel.fit(state, objective) for objective in state.space.objectives]
+        costs = [DrawnCost.of(model, columns, tried, rng) for model in models]
+        model = FrontModel(costs, limits_of(state.space.objectives), None, rng)
+        candidates = Candidates(state.space, encoding, state.enumeration)
+        return cls(
+            state, candidates, tried, feasibility_of(state, encoding), [m.view.prior for m in models], model, rng
+        )
+
+    def ranked(self) -> tuple[Pool, np.ndarray]:
+        """See ``Composition.ranked``."""
+        num_tried, has_prior = len(self.state.tried), any(prior is not None for prior in self.priors)
+        if not num_tried and not has_prior:
+            return self._unknown(self.candidates.by_distance(self.candidates.middle(), self.rng))
+        is_starting = num_tried < 1 + NUM_SPREAD + self.tried.coordinates.shape[1]
+        if (is_starting and not has_prior) or not len(self.tried):
+            tried = self.candidates.encoding.coordinates([o.parameters for o in self.state.tried])
+            return self._unknown(self.candidates.spread(tried, MARGIN, self.rng))
+        front = self.model.front(self.model.box(self.tried))
+        gains = []
+
+        def score(coordinates: np.ndarray) -> np.ndarray:
+            gain, near = front.improvement(*self.model.drawn(_pool(coordinates)))
+            chance = self.feasibility.log_chance(coordinates)
+            gains.append(float((gain * np.exp(chance)).max(initial=0.0)))
+            return np.asarray(np.log(gain + TINY * np.exp(NEARNESS * np.minimum(near, 0.0))) + chance)
+
+        ranked = _pool(self.candidates.maximise(score, self._on_front(), self.rng))
+        return ranked, np.full(len(ranked), max(gains, default=0.0) / max(front.volume, TINY))
+
+    def chosen(self, pool: Pool, index: int) -> dict[str, Scalar]:
+        """See ``Composition.chosen``."""
+        return self.candidates.encoding.values(pool.coordinates[index])
+
+    def _on_front(self) -> np.ndarray:
+        """Coordinates of what was tried and is most likely on the front, in random order."""
+        costs, within = self.model.tried()
+        mean = np.where(within.mean(axis=0)[:, None] >= 0.5, costs.mean(axis=0), np.inf)
+        is_front = pareto.front(mean, ["minimize"] * mean.shape[1])
+        return np.asarray(self.rng.permutation(self.tried.coordinates[is_front]))
+
+    @staticmethod
+    def _unknown(coordinates: np.ndarray) -> tuple[Pool, np.ndarray]:
+        """Candidates of which it is not known what they may gain."""
+        return _pool(coordinates), np.full(len(coordinates), np.inf)
+
+
+def _pool(coordinates: np.ndarray) -> Pool:
+    return Pool(coordinates, np.zeros(len(coordinates), dtype=np.int64))

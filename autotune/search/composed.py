@@ -1,0 +1,290 @@
+"""Candidates of a training space, composed: plans that are on the front of speed and memory, times hyperparameters that
+are good at their batch and precision.
+
+Plans that train alike are a group. The front of a group's plans is exact up to the correction of the estimates; the
+hyperparameters that go with it are those of least loss, by its most likely value and by its lower bounds. What a trial
+may add to the front of all objectives decides among the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autotune.search.acquisition import Candidates
+from autotune.search.encoding import ABSENT, Encoding
+from autotune.search.forecast import NUMERICS
+from autotune.search.front_model import (
+    Cost,
+    Drawn,
+    DrawnCost,
+    DrawnLogarithm,
+    FrontModel,
+    Pool,
+    RunningCost,
+    limits_of,
+    restricted,
+)
+from autotune.search.pareto import Box, front
+from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
+from autotune.search.plan_side import Corrected, corrected
+from autotune.search.quality import QualityModel
+from autotune.search.sampler import Observation, SearchState
+from autotune.search.single import MARGIN, NUM_SPREAD
+from autotune.search.uniform import is_enumerated, plan_values
+from autotune.space.space import Dimension, Scalar
+from autotune.space.training import TrainingSpace
+
+FEW_ROWS, MANY_ROWS = 8, 32
+"""Plans of a group that are looked at: when groups are compared, and in the best groups."""
+NUM_GROUPS = 8
+"""Best groups."""
+NUM_LAYERS = 3
+"""Layers of the corrected front."""
+FEW_POINTS, MANY_POINTS = 16, 48
+"""Hyperparameters drawn anywhere, for each group."""
+OPTIMISM = (0.0, 1.0, 2.0)
+"""Lower bounds of the loss, in standard deviations, whose least points are candidates."""
+RADII = (0.15, 0.05, 0.015)
+"""How far around them is looked, in rounds."""
+NUM_NEAR = 8
+NUM_KNOWN = 6
+"""Points of the front so far whose hyperparameters are looked around."""
+SPEED_FOLLOWERS = ("cost", "energy")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Plans that train alike."""
+
+    places: np.ndarray
+    """Of its plans, those nearest to the corrected front first."""
+    numbers: np.ndarray
+    """``[k]``: coordinates of what it sets; NaN elsewhere."""
+    others: Candidates
+    """The hyperparameters that remain."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What is known of a training space's candidates after trials. Made by ``of``."""
+
+    state: SearchState
+    rows: PlanRows
+    encoding: Encoding
+    """Of the dimensions that quality depends on."""
+    is_free: np.ndarray
+    """``[k]``: which of them no plan tells."""
+    plans: Mapping[str, Corrected]
+    quality: QualityModel | None
+    tried: Pool
+    model: FrontModel
+    rng: np.random.Generator
+
+    @classmethod
+    def of(cls, state: SearchState) -> Composition:
+        """Fit all models."""
+        space = state.space
+        assert isinstance(space, TrainingSpace), "only a training space has plans"
+        assert state.enumeration is not None, "a training space comes with its plans"
+        rng = np.random.default_rng(state.seed)
+        rows = PlanRows.of(space, state.enumeration, state.forecast)
+        dimensions = quality_dimensions(space.dimensions)
+        encoding = Encoding.of(dimensions)
+        places = rows.find([o.parameters for o in state.tried])
+        plans = corrected(rows, state.tried, places)
+        is_known = np.array([o.state in ("ok", "running") for o in state.tried], dtype=bool) & (places >= 0)
+        known = [o for o, is_one in zip(state.tried, is_known, strict=True) if is_one]
+        tried = Pool(encoding.coordinates([_only(o, dimensions) for o in known]), places[is_known])
+        drawn = {name: DrawnLogarithm.of(plan, tried, rng) for name, plan in plans.items()}
+        quality = None
+        costs: list[Drawn] = []
+        for objective in space.objectives:
+            sign = -1.0 if objective.direction == "maximize" else 1.0
+            if objective.name in drawn:
+                costs.append(Cost(drawn[objective.name], sign, True))
+            elif objective.name in SPEED_FOLLOWERS:
+                costs.append(Cost(RunningCost(objective.name, rows, drawn["speed"]), sign, False))
+            else:
+                quality = QualityModel.fit(restricted(state, dimensions), objective)
+                costs.append(DrawnCost.of(quality, np.arange(len(dimensions)), tried, rng))
+        log_memory = drawn["memory"] if rows.log_capacity is not None else None
+        model = FrontModel(costs, limits_of(space.objectives), log_memory, rng)
+        is_free = np.array([not is_enumerated(dimension) for dimension in dimensions], dtype=bool)
+        return cls(state, rows, encoding, is_free, plans, quality, tried, model, rng)
+
+    def ranked(self) -> tuple[Pool, np.ndarray]:
+        """Candidates, the most promising first, and the share of the front's volume that each is expected to add to it,
+        ``[m]``."""
+        groups = self._groups()
+        if self._is_starting:
+            pool = self._spread(groups)
+            box = self.model.box(pool)
+        else:
+            coarse = self._products(groups, self._points(groups, FEW_POINTS, ()), FEW_ROWS)
+            box = self.model.box(coarse)
+            groups = self._best(groups, coarse, box)
+            pool = self._products(groups, self._points(groups, MANY_POINTS, RADII), MANY_ROWS)
+        front = self.model.front(box)
+        costs, within = self.model.drawn(pool)
+        gain, near = front.improvement(costs, within)
+        order = np.lexsort((-within.mean(axis=0), -near, -gain))
+        return pool.take(order), gain[order] / max(front.volume, 1e-12)
+
+    def chosen(self, pool: Pool, index: int) -> dict[str, Scalar]:
+        """A candidate of a pool as values of the active dimensions."""
+        space = self.state.space
+        row = int(self.rows.index[pool.places[index]])
+        from_table = [dimension for dimension in space.dimensions if is_enumerated(dimension)]
+        values = plan_values(self.rows.enumeration, row, from_table)
+        free = np.where(self.is_free, pool.coordinates[index], np.nan)
+        values |= self.encoding.values(free)
+        # Where a condition leaves a value out no value was drawn.
+        return space.active({d.name: None for d in space.dimensions} | values)
+
+    def _groups(self) -> list[Group]:
+        """All groups, their plans by layers of the corrected front."""
+        logs = {name: plan.mean() for name, plan in self.plans.items()}
+        costs = [-logs["speed"], logs["memory"]]
+        names = {objective.name for objective in self.state.space.objectives}
+        wanted = [bool(names & {"speed", *SPEED_FOLLOWERS}), "memory" in names]
+        few = np.stack([c for c, is_wanted in zip(costs, wanted, strict=True) if is_wanted] or costs, axis=1)
+        groups = []
+        for number in range(int(self.rows.group.max()) + 1):
+            places = np.flatnonzero(self.rows.group == number)
+            groups.append(self._group(places[_by_layers(few[places])]))
+        return groups
+
+    def _group(self, places: np.ndarray) -> Group:
+        space, row = self.state.space, int(self.rows.index[places[0]])
+        table = self.rows.enumeration.table
+        values = plan_values(self.rows.enumeration, row, [d for d in space.dimensions if is_enumerated(d)])
+        told = [d.name in values and space.is_active(d, values) for d in self._dimensions]
+        numbers = self.encoding.coordinates(
+            [{d.name: values[d.name] for d, is_told in zip(self._dimensions, told, strict=True) if is_told}]
+        )[0]
+        fixed: dict[str, Any] = {f"{OUTSIDE_PLAN.get(name, 'plan')}.{name}": c[row] for name, c in table.items()}
+        free = tuple(d for d, is_free in zip(self._dimensions, self.is_free, strict=True) if is_free)
+        # Plans keep the other constraints already.
+        left = tuple(c for c in space.constraints if c.names & {dimension.name for dimension in free})
+        within = replace(space, dimensions=free, fixed={**space.fixed, **fixed}, constraints=left)
+        return Group(places, numbers, Candidates(within, Encoding.of(free)))
+
+    @property
+    def _dimensions(self) -> tuple[Dimension, ...]:
+        return tuple(axis.dimension for axis in self.encoding.axes)
+
+    def _best(self, groups: Sequence[Group], pool: Pool, box: Box) -> list[Group]:
+        """The groups of the most promising candidates."""
+        gain, near = self.model.front(box).improvement(*self.model.drawn(pool))
+        of_candidate = self.rows.group[pool.places[np.lexsort((-near, -gain))]]
+        best = list(dict.fromkeys(of_candidate.tolist()))[:NUM_GROUPS]
+        return [group for group in groups if self.rows.group[group.places[0]] in best]
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether quality is unknown: too few trials, and no prior."""
+        if self.quality is None or self.quality.view.prior is not None:
+            return False
+        return len(self.tried) < 1 + NUM_SPREAD + len(self.encoding.axes)
+
+    def _spread(self, groups: Sequence[Group]) -> Pool:
+        """The hyperparameters farthest from all tried ones (first those in the middle), with the plans that go with
+        them."""
+        points = [self._whole(group, group.others.random(MANY_POINTS, self.rng)) for group in groups]
+        owner = np.repeat(np.arange(len(groups)), [len(p) for p in points])
+        pool = np.concatenate(points)
+        x, known = (self.encoding.columns(c).x for c in (pool, self.tried.coordinates))
+        off_middle = np.nan_to_num(np.abs(pool - ABSENT))
+        if len(known):
+            distance = ((x[:, None, :] - known) ** 2).sum(axis=2).min(axis=1)
+            first = np.lexsort((-distance, off_middle.max(axis=1) > ABSENT - MARGIN))[0]
+        else:
+            first = int(np.argmin((off_middle**2).sum(axis=1)))
+        group = groups[owner[first]]
+        return _product(pool[first : first + 1], group.places[:MANY_ROWS])
+
+    def _points(self, groups: Sequence[Group], num_random: int, radii: Sequence[float]) -> list[np.ndarray]:
+        """Coordinates ``[m, k]`` of the hyperparameters to look at in each group."""
+        known = self._known_points()
+        points = []
+        for group in groups:
+            others = group.others
+            parts = [others.middle(), others.random(num_random, self.rng)]
+            if len(known) and known.shape[1]:
+                parts += [known, *(others.near(known, radius, NUM_NEAR, self.rng) for radius in radii[:1])]
+            points.append(self._whole(group, np.concatenate(parts)))
+        points = self._least(points)
+        for radius in radii if self.is_free.any() else ():
+            around = []
+            for group, p in zip(groups, points, strict=True):
+                near = group.others.near(p[:, self.is_free], radius, NUM_NEAR, self.rng)
+                around.append(np.concatenate([p, self._whole(group, near)]))
+            points = self._least(around)
+        return points
+
+    def _known_points(self) -> np.ndarray:
+        """Hyperparameters of the trials of least loss, ``[m, f]``."""
+        if self.quality is None or not len(self.quality.costs):
+            return np.zeros((0, int(self.is_free.sum())))
+        order = np.argsort(self.quality.costs, kind="stable")[:NUM_KNOWN]
+        return self.quality.coordinates[order][:, self.is_free]
+
+    def _least(self, points: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of points in each group those of the least lower bounds of the loss."""
+        if self.quality is None:
+            return [p[:1] for p in points]
+        mean, sd = self.quality.posterior_at(np.concatenate(points))
+        ends = np.cumsum([len(p) for p in points])[:-1]
+        chosen = []
+        for p, m, s in zip(points, np.split(mean, ends), np.split(sd, ends), strict=True):
+            chosen.append(p[sorted({int(np.argmin(m - optimism * s)) for optimism in OPTIMISM})])
+        return chosen
+
+    def _whole(self, group: Group, others: np.ndarray) -> np.ndarray:
+        """The group's numbers with the remaining hyperparameters ``[m, f]``, ``[m, k]``."""
+        whole = np.repeat(group.numbers[None], len(others), axis=0)
+        whole[:, self.is_free] = others
+        return whole
+
+    @staticmethod
+    def _products(groups: Sequence[Group], points: Sequence[np.ndarray], num_rows: int) -> Pool:
+        pools = [_product(p, group.places[:num_rows]) for group, p in zip(groups, points, strict=True)]
+        return Pool(np.concatenate([p.coordinates for p in pools]), np.concatenate([p.places for p in pools]))
+
+
+def quality_dimensions(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:
+    """Those that quality depends on: hyperparameters, and what plans change in the numbers."""
+    return tuple(d for d in dimensions if not d.name.startswith("plan.") or d.name.removeprefix("plan.") in NUMERICS)
+
+
+def _only(observation: Observation, dimensions: Sequence[Dimension]) -> dict[str, Scalar]:
+    return {d.name: observation.parameters[d.name] for d in dimensions if d.name in observation.parameters}
+
+
+def _product(points: np.ndarray, places: np.ndarray) -> Pool:
+    return Pool(np.repeat(points, len(places), axis=0), np.tile(places, len(points)))
+
+
+def _by_layers(costs: np.ndarray) -> np.ndarray:
+    """Rows of costs ``[n, d]``: the front, then the front of the others, a few times; each layer by its first cost, its
+    ends first and then ever finer between them."""
+    left = np.arange(len(costs))
+    order: list[int] = []
+    for _ in range(NUM_LAYERS):
+        is_front = front(costs[left], ["minimize"] * costs.shape[1])
+        layer = left[is_front]
+        order += layer[np.argsort(costs[layer, 0], kind="stable")][_ends_first(len(layer))].tolist()
+        left = left[~is_front]
+        if not len(left):
+            break
+    return np.array(order, dtype=np.int64)
+
+
+def _ends_first(count: int) -> np.ndarray:
+    """0..count-1 with the ends first, then the middle, the quarters, and so on."""
+    levels = [np.linspace(0, count - 1, 2**level + 1).round().astype(int) for level in range(count.bit_length() + 1)]
+    return np.array(list(dict.fromkeys(np.concatenate([*levels, np.arange(count)]).tolist())), dtype=np.int64)
