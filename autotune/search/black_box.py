@@ -15,7 +15,7 @@ from autotune.prior.predict import TaskPrior
 from autotune.search import pareto
 from autotune.search.acquisition import Candidates
 from autotune.search.encoding import Encoding
-from autotune.search.feasible import Feasibility, feasibility_of
+from autotune.search.feasible import LogChance, log_chance_of
 from autotune.search.front_model import DrawnCost, FrontModel, Pool, limits_of
 from autotune.search.quality import QualityModel
 from autotune.search.sampler import SearchState
@@ -35,7 +35,7 @@ class BlackBox:
     state: SearchState
     candidates: Candidates
     tried: Pool
-    feasibility: Feasibility
+    log_chance: LogChance
     priors: Sequence[TaskPrior | None]
     """Of each objective."""
     model: FrontModel
@@ -55,7 +55,7 @@ class BlackBox:
         model = FrontModel(costs, limits_of(state.space.objectives), None, rng)
         candidates = Candidates(state.space, encoding, state.enumeration)
         return cls(
-            state, candidates, tried, feasibility_of(state, encoding), [m.view.prior for m in models], model, rng
+            state, candidates, tried, log_chance_of(state, encoding), [m.view.prior for m in models], model, rng
         )
 
     def ranked(self) -> tuple[Pool, np.ndarray]:
@@ -72,7 +72,7 @@ class BlackBox:
 
         def score(coordinates: np.ndarray) -> np.ndarray:
             gain, near = front.improvement(*self.model.drawn(_pool(coordinates)))
-            chance = self.feasibility.log_chance(coordinates)
+            chance = self.log_chance(coordinates)
             gains.append(float((gain * np.exp(chance)).max(initial=0.0)))
             return np.asarray(np.log(gain + TINY * np.exp(NEARNESS * np.minimum(near, 0.0))) + chance)
 
