@@ -3,7 +3,10 @@
 fidelity: off                                    # every trial is a full training (the default)
 fidelity: [0.25, 1]                              # a quarter of the tokens first, then all
 fidelity: {min: 0.1, eta: 3}                     # 0.111, 0.333, 1
-fidelity: {rungs: [0.2, 0.2, 1], widths: [0.5, 1, 1]}   # first with half as wide a model (needs mup)
+fidelity: {rungs: [0.2, 0.2, 1], widths: [0.5, 1, 1]}   # first with half as wide a model
+
+Narrower models are trained by the rules of mup relative to the model's own width (``engine.proxy``), so what is best
+for them is best for the model.
 """
 
 from __future__ import annotations
@@ -40,8 +43,6 @@ class Fidelity(Schema):
     """Widths of the model at each rung over its own, rising to 1; empty for the model itself at all."""
     eta: float = Field(default=DEFAULT_ETA, gt=1.0)
     """One of so many candidates of a rung goes on to the next."""
-    without_mup: bool = False
-    """Let narrower models stand for the model although the hyperparameters don't transfer between widths."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,12 +90,15 @@ class Fidelity(Schema):
         """Whether a rung goes on from the checkpoint of the one before: another width begins anew."""
         return rung > 0 and self.stages[rung].width_ratio == self.stages[rung - 1].width_ratio
 
-    def cost(self, rung: int) -> float:
-        """What a rung costs, in full trainings: its tokens, times the square of the width (nearly all of a model's work
-        is in matrices that are as wide on both sides)."""
+    def share(self, rung: int) -> float:
+        """Work of a training up to a rung over that of the full one, 0 to 1: its tokens, times the square of the width
+        (nearly all of a model's work is in matrices that are as wide on both sides)."""
         stage = self.stages[rung]
-        done = self.stages[rung - 1].tokens_ratio if self.continues(rung) else 0.0
-        return (stage.tokens_ratio - done) * stage.width_ratio**2
+        return stage.tokens_ratio * stage.width_ratio**2
+
+    def cost(self, rung: int) -> float:
+        """What a rung costs, in full trainings."""
+        return self.share(rung) - (self.share(rung - 1) if self.continues(rung) else 0.0)
 
     def cost_from(self, rung: int) -> float:
         """What all rungs from one on cost together."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast
 
 from autotune.space.expression import Expression, parse_expression
+from autotune.space.fidelity import Fidelity, parse_words
 from autotune.space.objectives import KNOWN, Objective
 from autotune.space.space import Budget, Dimension, TrialLimits
 from engine.errors import UserError
@@ -135,6 +136,11 @@ class FormReader:
         return parse(
             TrialLimits, {names[key]: value for key, value in data.items()}, document=self.document, path=("limits",)
         )
+
+    def fidelity(self, written: Any) -> Fidelity | None:
+        """How trials grow; None where they don't."""
+        words = parse_words(written)
+        return None if words is None else parse(Fidelity, words, document=self.document, path=("fidelity",))
 
     def conditions(self, written: Any, path: KeyPath, known: frozenset[str]) -> tuple[Expression, ...]:
         """A list of conditions.

@@ -93,6 +93,9 @@ class SpaceFile(Schema):
     """RuntimeOptions of each trial, but for what the sweep decides (``DECIDED_BY``)."""
     evaluation: Any = None
     """EvaluationOptions of each trial."""
+    fidelity: Any = None
+    """How trials grow: ``on``, shares of the training, or ``min``, ``eta``, ``rungs`` and ``widths``; ``off`` for full
+    trainings alone."""
 
 
 def load_space(path: str | Path, overrides: Sequence[str] = ()) -> tuple[TrainingSpace, Enumeration]:
@@ -186,6 +189,7 @@ class _Builder(FormReader):
             meshes=meshes,
             budget=self.budget(file.budget),
             limits=self.limits(file.limits, LIMITS),
+            fidelity=self.fidelity(file.fidelity),
             runtime=self._runtime(cluster, objectives),
             evaluation=self._options("evaluation", EvaluationOptions, file.evaluation),
         )
@@ -200,6 +204,8 @@ class _Builder(FormReader):
             "runtime": {key: v for key, v in space.runtime.to_data().items() if f"runtime.{key}" not in DECIDED_BY},
             "evaluation": space.evaluation.to_data(),
         }
+        if space.fidelity is not None:
+            resolved["fidelity"] = space.fidelity.to_data()
         return replace(space, data=resolved, notes=tuple(self._notes)), enumeration
 
     def _model(self) -> ModelSpec:

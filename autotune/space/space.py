@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune.space.expression import Expression
+from autotune.space.fidelity import Fidelity
 from autotune.space.objectives import Objective
 from autotune.space.program import Program
 from engine.config import RunConfig
@@ -118,6 +119,8 @@ class Space:
     constraints: tuple[Expression, ...] = ()
     budget: Budget = Budget()
     limits: TrialLimits = TrialLimits()
+    fidelity: Fidelity | None = None
+    """How trials grow; None where each is a full training."""
     data: dict[str, Any] = field(default_factory=dict)
     """The resolved file as plain data, without the budget: two studies with equal data search the same space."""
     notes: tuple[str, ...] = ()
