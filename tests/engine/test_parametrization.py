@@ -3,6 +3,7 @@ elsewhere, and activations that change alike over widths."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from engine.checkpoint.hf_weights import export_weights, import_weights
 from engine.config import RunConfig, RuntimeOptions
 from engine.context import open_context
 from engine.models.decoder import Decoder, initial_value
@@ -219,6 +221,30 @@ def test_activations_change_alike_over_widths_under_mup_alone(model: str, optimi
         assert (0.2 if "router" in name else 0.7) < change / at_base[name] < 1.4, name
     grown = changes(model, 1.0, options, learning_rate)
     assert min(grown[name] / at_base[name] for name in ("logits", "layers.1")) > 3
+
+
+# ----------------------------------------------------------------------------------------------------------- the export
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_transformers_makes_the_same_logits_of_what_mup_trained(tied: bool, tmp_path: Path) -> None:
+    """No factor is left behind in the run: the weights alone say what the model does."""
+    from transformers import AutoModelForCausalLM
+
+    spec = MODELS["llama"].changed(family="qwen3", qk_norm=True, tied_embeddings=tied)
+    config = run_config("llama", {}, {**MUP, "base_num_layers": 2}).changed(model=spec)
+    stepper = Stepper.build(config, open_context(config.plan, config.runtime), vocab_size=1)
+    tokens = torch.randint(0, 62, (12, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        stepper.train_step(tokens, tokens.roll(-1, 1), 0.01)
+    weights = stepper.full_weights()
+    export_weights(weights, spec, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(stepper.parts[0].eval()(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+    assert (float(weights["norm.weight"].mean()) < 0.7) == tied, "the factor on the logits of tied embeddings"
+    again = dict(import_weights(tmp_path, spec))
+    assert all(torch.equal(again[fqn], weight) for fqn, weight in weights.items())
 
 
 # -------------------------------------------------------------------------------------------------------- the settings
