@@ -18,6 +18,7 @@ from autotune.apply.select import (
     extreme_trial,
     front_trials,
     knee_trial,
+    least_violated,
     value_matrix,
 )
 from autotune.paths import DEFAULT_RUNS
@@ -522,7 +523,9 @@ def _empty_reason(snapshot: StudySnapshot, front: Sequence[TrialRow]) -> str:
     if not snapshot.trials:
         return "No trial has run yet."
     if any(trial.values is not None for trial in snapshot.trials):
-        return "Trials succeeded, but none is within the study's bounds."
+        nearest = least_violated(snapshot)
+        which = f" The nearest is trial {nearest.trial.number}: {nearest.text}." if nearest else ""
+        return f"Trials succeeded, but none is within the study's bounds.{which}"
     if all(trial.outcome is None for trial in snapshot.trials):
         return "No trial has ended yet."
     return "No trial has succeeded: the failures say why and what to change."

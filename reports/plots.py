@@ -7,6 +7,7 @@ HTML in every text, so texts that come from a study are escaped.
 
 from __future__ import annotations
 
+import itertools
 from html import escape
 
 import numpy as np
@@ -160,7 +161,8 @@ def plot_importance(info: ImportanceInfo) -> go.Figure:
     """Bars per searched value and objective."""
     figure = go.Figure()
     names = [_escaped(_shortened(name)) for name in reversed(info.parameters)]
-    rows = list(zip(info.objectives, info.shares, (BLUE, TEAL, ORANGE), strict=False))
+    colours = itertools.cycle((BLUE, TEAL, ORANGE, ROSE, GREY))
+    rows = list(zip(info.objectives, info.shares, colours, strict=False))
     for objective, shares, colour in reversed(rows):
         figure.add_trace(
             go.Bar(

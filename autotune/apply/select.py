@@ -14,7 +14,13 @@ from autotune.space.objectives import Direction, Objective, ObjectiveName
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.errors import UserError
 
-EXTREMES: dict[str, ObjectiveName] = {"fastest": "speed", "smallest": "memory", "best": "quality"}
+EXTREMES: dict[str, ObjectiveName] = {
+    "fastest": "speed",
+    "smallest": "memory",
+    "best": "quality",
+    "cheapest": "cost",
+    "thriftiest": "energy",
+}
 """Way to pick -> the objective whose best value it takes."""
 PICKS = ("knee", *EXTREMES)
 KNEE_MEANING = (
@@ -33,6 +39,14 @@ class Concession(NamedTuple):
     """How much worse the value is, as a share of the best; above 0."""
     text: str
     """The same in words."""
+
+
+class Nearest(NamedTuple):
+    """The trial that is least beyond the bounds, where all are beyond them."""
+
+    trial: TrialRow
+    text: str
+    """Which bounds it breaks, and by how much."""
 
 
 def comparable_trials(snapshot: StudySnapshot, bounds: Sequence[Objective] = ()) -> list[TrialRow]:
@@ -95,7 +109,7 @@ def pick(snapshot: StudySnapshot, how: str, bounds: Sequence[Objective] = ()) ->
 
     Args:
         snapshot: The study.
-        how: ``knee``, ``fastest``, ``smallest`` or ``best`` of the front, or a trial's number (also one off the front).
+        how: One of ``PICKS`` of the front, or a trial's number (also one off the front).
         bounds: Limits beside the study's own, as objectives with a bound; they need not be objectives of the study.
 
     Raises:
@@ -140,6 +154,8 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
         "fastest": f"It is the fastest on the front of {size}.",
         "smallest": f"It needs the least memory on the front of {size}.",
         "best": f"It has the lowest held-out loss on the front of {size}.",
+        "cheapest": f"It costs the least on the front of {size}.",
+        "thriftiest": f"It uses the least energy on the front of {size}.",
     }
     if on_front and len(front) == 1:
         return [f"It is the whole front: no other candidate{within} is better in any objective."]
@@ -152,13 +168,26 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
     return lines
 
 
+def least_violated(snapshot: StudySnapshot) -> Nearest | None:
+    """The measured trial nearest to the study's bounds when none is within them; None when one is, or none was
+    measured."""
+    measured = [trial for trial in snapshot.trials if trial.values is not None and trial.repeat_of is None]
+    if not measured or any(trial.feasible for trial in measured):
+        return None
+    nearest = min(measured, key=lambda trial: (_excess(trial, snapshot.objectives), trial.number))
+    return Nearest(nearest, "; ".join(_violations(nearest, snapshot.objectives)))
+
+
 def _in_words(objective: Objective, extreme: TrialRow, worse: float, ratio: float, best: float) -> str:
     other = f"trial {extreme.number}, {objective.text(best)}"
     if objective.name == "speed":
         return f"{_percent(ratio)} slower than the fastest ({other})"
     if objective.name == "memory":
         return f"{_percent(ratio)} more memory than the smallest ({other})"
-    return f"held-out loss {worse:.3g} nats/token ({_percent(ratio)}) above the best ({other})"
+    if objective.name == "quality":
+        return f"held-out loss {worse:.3g} nats/token ({_percent(ratio)}) above the best ({other})"
+    side = "below" if objective.direction == "maximize" else "above"
+    return f"{objective.label.lower()} {_percent(ratio)} {side} the best ({other})"
 
 
 def _numbered(snapshot: StudySnapshot, number: int, bounds: Sequence[Objective]) -> TrialRow:

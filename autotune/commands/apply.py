@@ -23,7 +23,11 @@ CHOSEN_FILE = "chosen.yaml"
 def command(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.")],
     pick: Annotated[
-        str, typer.Option(metavar="knee|fastest|smallest|best|ID", help="Which trial: of the front, or by its number.")
+        str,
+        typer.Option(
+            metavar="knee|fastest|smallest|best|cheapest|thriftiest|ID",
+            help="Which trial: of the front, or its number.",
+        ),
     ] = "knee",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="The run file to write.")] = Path(
         "run.yaml"

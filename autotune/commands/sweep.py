@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -67,6 +67,21 @@ def command(
         str | None, typer.Option(metavar="NAME", help="What proposes candidates; may change when a study goes on.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of a new study. [default: 0]")] = None,
+    try_: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--try", metavar="FILE", help="First guess of yours, a run file or values of the space; tried first."
+        ),
+    ] = None,
+    enough: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="GAIN",
+            help="End when one more trial is expected to gain less, as 0.01 for 1 % of the front.",
+        ),
+    ] = None,
+    prior: Annotated[bool, typer.Option(help="Begin with what earlier training runs say of hyperparameters.")] = True,
     estimates: Annotated[
         bool, typer.Option(help="Rank candidates by the cost model, and leave out those it rules out.")
     ] = True,
@@ -76,7 +91,9 @@ def command(
     from rich.console import Console
 
     from autotune.search.forecast import Forecast
+    from autotune.search.warm_start import task_prior_of
     from autotune.space.grammar import load_space
+    from autotune.study.guesses import read_guesses
     from autotune.study.preflight import check_data
     from autotune.study.study import Study
     from autotune.study.study_file import refuse_changes
@@ -96,6 +113,7 @@ def command(
     if executor == "local":
         check_machine(loaded.cluster, workers)
     refuse_changes(folder, loaded, storage, seed)
+    guesses = read_guesses(try_ or (), loaded)
     text = check_data(_first_run(loaded, enumeration))
 
     from autotune.commands.sweep_view import SweepView
@@ -117,10 +135,13 @@ def command(
             num_trials=num_trials,
             seed=seed,
             forecast=forecast,
+            task_prior=task_prior_of(loaded) if prior else None,
+            guesses=guesses,
+            enough=enough,
         )
         stack.callback(opened.close)
         opened.require_corpus(text.corpus_hash)
-        view = SweepView(console, opened.snapshot(), num_trials, workers)
+        view = SweepView(console, opened.snapshot(), num_trials, workers, opened.remarks)
         if estimates and not can_estimate:
             view.note(f"nothing is known of {loaded.cluster.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, placed, view, workers, seconds)
@@ -130,12 +151,14 @@ def command(
             chosen = _plan_repeats(opened, repeat_best)
             driver.time_limit_seconds = None
             _drive(driver, view)
-        snapshot = opened.snapshot()
+        snapshot, remarks, gain = opened.snapshot(), opened.remarks(), opened.expected_gain()
     again = shlex.join(["autotune", *sys.argv[1:]])
     if as_json:
-        print(json.dumps(_result(snapshot, chosen), indent=2))
+        said = {"remarks": remarks, "expected_gain": None if gain is None else gain.ratio}
+        print(json.dumps({**_result(snapshot, chosen), **said}, indent=2))
     else:
-        _print_end(console, snapshot, ending, chosen, runs_dir, again)
+        said_last = [*remarks, *([gain.text] if gain is not None else [])]
+        _print_end(console, snapshot, ending, chosen, runs_dir, again, said_last)
     if driver.is_stopping:
         raise typer.Exit(STOPPED_EXIT_CODE)
     if not any(row.outcome is not None and row.outcome.kind == "ok" for row in snapshot.trials):
@@ -292,7 +315,13 @@ def _one_line(plan: str, chosen: dict[str, Any]) -> str:
 
 
 def _print_end(
-    console: Console, snapshot: StudySnapshot, ending: Nothing | None, chosen: int | None, runs_dir: Path, again: str
+    console: Console,
+    snapshot: StudySnapshot,
+    ending: Nothing | None,
+    chosen: int | None,
+    runs_dir: Path,
+    again: str,
+    remarks: Sequence[str],
 ) -> None:
     from autotune.study.study import Nothing
     from reports.forecasts import get_forecasts
@@ -310,8 +339,10 @@ def _print_end(
         console.print("\nestimated before the trials, against what they measured:", highlight=False)
         for forecast in forecasts:
             console.print(f"  {forecast.summary}", markup=False, highlight=False)
-    if ending is Nothing.EXHAUSTED:
-        console.print("\nevery candidate of the space was tried", highlight=False)
+    for remark in remarks:
+        console.print(f"\n{remark}", markup=False, highlight=False)
+    if ending in (Nothing.EXHAUSTED, Nothing.ENOUGH):
+        console.print(f"\n{ending.value}", highlight=False)
     where = [] if runs_dir == DEFAULT_RUNS else ["--runs-dir", str(runs_dir)]
     lines = [f"\nall of it: {snapshot.folder}", "next:"]
     if any(row.feasible for row in snapshot.trials):
@@ -331,9 +362,10 @@ def _repeats(snapshot: StudySnapshot, number: int) -> list[RepeatedValue]:
 
 def _result(snapshot: StudySnapshot, chosen: int | None) -> dict[str, Any]:
     """The result of a sweep as plain data."""
-    from autotune.apply.select import front_trials
+    from autotune.apply.select import front_trials, least_violated
     from reports.forecasts import get_forecasts
 
+    nearest = least_violated(snapshot)
     kinds = [row.outcome.kind for row in snapshot.trials if row.outcome is not None]
     result: dict[str, Any] = {
         "study": snapshot.name,
@@ -345,6 +377,8 @@ def _result(snapshot: StudySnapshot, chosen: int | None) -> dict[str, Any]:
             {"trial": row.number, "plan": row.plan, "parameters": row.parameters, "values": row.values}
             for row in front_trials(snapshot)
         ],
+        "first_guesses": [row.number for row in snapshot.trials if row.is_guess and row.repeat_of is None],
+        "least_violated": None if nearest is None else {"trial": nearest.trial.number, "why": nearest.text},
         "forecasts": {
             forecast.axis.name: {
                 "num_trials": len(forecast.numbers),

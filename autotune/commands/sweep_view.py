@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
@@ -35,14 +35,24 @@ class SweepView:
         snapshot: The study at the start.
         num_trials: Trials asked for in total; None without such a limit.
         num_workers: Trials at a time, for the time left.
+        remarks: What the search has to say now. Asked at the start and when the number of trials has doubled.
     """
 
-    def __init__(self, console: Console, snapshot: StudySnapshot, num_trials: int | None, num_workers: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        snapshot: StudySnapshot,
+        num_trials: int | None,
+        num_workers: int,
+        remarks: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         self._console = console
         self._objectives = snapshot.objectives
         self._name = snapshot.name
         self._num_trials = num_trials
         self._num_workers = num_workers
+        self._remarks = remarks
+        self._told: set[str] = set()
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._running: dict[int, tuple[str, float]] = {}
@@ -59,6 +69,7 @@ class SweepView:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show it while the block runs."""
+        self._tell_remarks()
         if not self._console.is_terminal:
             yield
             return
@@ -70,6 +81,12 @@ class SweepView:
         self._notes.append(text)
         if not self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False)
+
+    def _tell_remarks(self) -> None:
+        for remark in self._remarks():
+            if remark not in self._told:
+                self._told.add(remark)
+                self.note(remark)
 
     def waiting(self) -> None:
         """Others hold the devices."""
@@ -93,7 +110,10 @@ class SweepView:
                 self._seconds.append(outcome.wall_seconds)
             total = f"/{self._num_trials}" if self._num_trials is not None else ""
             place = f"[{self._num_finished}{total}]" if assignment.repeat_of is None else "[repeat]"
+            has_doubled = self._num_finished.bit_count() == 1  # 1, 2, 4, 8 ...
         values = self._values_text(outcome)
+        if has_doubled:
+            self._tell_remarks()
         self._line(f"{place} trial {assignment.number}: {describe(assignment)}: {values}")
 
     def released(self, assignment: Assignment) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ MIN_WINDOW = 10
 """Trials that a plateau has at least."""
 WINDOW_RATIO = 0.25
 """Share of the trials that are looked back on in a long search."""
+PATIENCE = 3
+"""Times in a row that little must be expected of the next trial before a search is at its end."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class Gain:
 def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
     """What one more trial is expected to bring; None while that is not known.
 
-    Without a model it is the mean growth over the last trials, ``MIN_WINDOW`` or ``WINDOW_RATIO`` of all: an upper
-    bound where gains fall from trial to trial, as they do on average. Failed trials count: they brought nothing. It is
-    known from the second window on, since gains of the first trials say nothing of later ones.
+    The sampler's model says it, where it can tell. Without one it is the mean growth over the last trials,
+    ``MIN_WINDOW`` or ``WINDOW_RATIO`` of all: an upper bound where gains fall from trial to trial, as they do on
+    average. Failed trials count: they brought nothing. It is known from the second window on, since gains of the first
+    trials say nothing of later ones.
     """
     if isinstance(sampler, Foreseeing):
         ratio = sampler.expected_gain(state)
-        return Gain(ratio) if np.isfinite(ratio) else None
+        if ratio is not None:
+            return Gain(ratio)
     ended = [o for o in state.observations if o.state in ("ok", "failed") and o.repeat_of is None]
     window = max(MIN_WINDOW, int(WINDOW_RATIO * len(ended)))
     if len(ended) < 2 * window:
@@ -54,3 +58,14 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
             costs[row] = np.nan  # no point of the front
     shares = pareto.hypervolume_history(costs, ["minimize"] * len(objectives))
     return Gain(float(1 - shares[-1 - window] / shares[-1]) / window, window) if shares[-1] > 0 else None
+
+
+def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:
+    """Whether a search is at its end: ``PATIENCE`` times in a row, now the last time, less than ``least_ratio`` was
+    expected of the next trial. As pure as the sampler."""
+    for num_less in range(PATIENCE):
+        observations = state.observations[: len(state.observations) - num_less]
+        gain = expected_gain(sampler, replace(state, observations=observations))
+        if gain is None or gain.ratio >= least_ratio:
+            return False
+    return True

@@ -7,17 +7,24 @@ from typing import Any
 
 from autotune.prior.predict import Prior, TaskPrior
 from autotune.prior.task import Task
+from autotune.space.command import CommandSpace
 from autotune.space.space import Space
 from autotune.space.training import TrainingSpace
+from engine.schema import parse
 
 
 def task_prior_of(space: Space, extra_rows: Sequence[Any] = ()) -> TaskPrior | None:
     """The prior at what a space trains; None where it speaks of nothing that is sought.
 
     Args:
-        space: Of training runs whose objectives include quality.
+        space: Of training runs, or of a user's program that trains what its ``task`` says; quality is an objective.
         extra_rows: Further rows that the prior is conditioned on.
     """
-    if not isinstance(space, TrainingSpace) or all(objective.name != "quality" for objective in space.objectives):
+    quality = space.roles.get("quality", "quality")
+    if all(objective.name != quality for objective in space.objectives):
         return None
-    return Prior.load(extra_rows).at(Task.of_run(space.base_run()))
+    if isinstance(space, TrainingSpace):
+        return Prior.load(extra_rows).at(Task.of_run(space.base_run()))
+    if isinstance(space, CommandSpace) and space.task:
+        return Prior.load(extra_rows).at(parse(Task, dict(space.task), path=("task",)))
+    return None

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.prior.predict import TaskPrior
 from autotune.search.forecast import Forecast
-from autotune.search.gain import Gain, expected_gain
+from autotune.search.gain import Gain, expected_gain, is_enough
 from autotune.search.sampler import Sampler, SearchState, remarks_of
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.seeds import derive_seed
@@ -31,6 +31,7 @@ from autotune.search.uniform import UniformSampler
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Candidate, Scalar, Space
 from autotune.study.assignment import Assignment
+from autotune.study.child import end_recorded
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
     Record,
@@ -42,7 +43,6 @@ from autotune.study.record import (
     snapshot_of,
     trial_folder,
 )
-from autotune.study.child import end_recorded
 from autotune.study.runner import evidence
 from autotune.study.snapshot import StudySnapshot
 from autotune.study.store import (
@@ -319,8 +319,12 @@ class Study:
             return taken
         while True:
             trials = self._table.all()
-            is_enough = self.num_trials is not None and _num_counted(trials) >= self.num_trials
-            if is_enough or self._repeats is not None:
+            if self._repeats is not None:
+                reason = Nothing.DONE
+                break
+            if (assignment := self._grow(trials)) is not None:
+                return assignment
+            if not self._may_begin(trials):
                 reason = Nothing.DONE
                 break
             if self._is_not_worth_more():
@@ -340,10 +344,44 @@ class Study:
 
     # What to try next ------------------------------------------------------------------------------------------------
 
+    def _left(self, trials: Sequence[FrozenTrial]) -> float:
+        """What is left of the budget beside these numbers, in full trainings."""
+        if self.num_trials is None:
+            return math.inf
+        return self.num_trials - num_spent(trials, self.space.fidelity.cost(0) if self.space.fidelity else 1.0)
+
+    def _may_begin(self, trials: Sequence[FrozenTrial]) -> bool:
+        """Whether the budget has room for one more candidate to be trained in full."""
+        needed = self.space.fidelity.cost_from(0) if self.space.fidelity else 1.0
+        return self._left(trials) >= needed - TOLERANCE
+
+    def _grow(self, trials: Sequence[FrozenTrial]) -> Assignment | None:
+        """The next candidate to train on, where trials grow; None to begin a new one."""
+        fidelity = self.space.fidelity
+        if fidelity is None:
+            return None
+        while True:
+            may_begin = self._may_begin(trials) and not self._is_exhausted
+            growth = next_growth(self._measured(len(trials)), fidelity, self._left(trials), may_begin=may_begin)
+            if growth is None:
+                return None
+            before = record_of(trials[growth.of])
+            assert before is not None
+            share, cost = fidelity.share(growth.rung), fidelity.cost(growth.rung)
+            record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost)
+            parameters = trials[growth.of].params
+            number = self._table.create(Lease.new(1), record=record, parameters=parameters)
+            trials = self._table.all()
+            is_first = all(record_of(other) != record for other in trials[:number])
+            if is_first and self._left(trials[:number]) >= cost - TOLERANCE:
+                return self._fresh(number, self.space.candidate(parameters), parameters, record)
+            self._reject(number, Record("surplus"))  # another driver was first
+
     def _is_not_worth_more(self) -> bool:
-        if self._enough is None or (gain := self.expected_gain()) is None:
+        trials = self._table.all()
+        if self._enough is None or self._next_guess(trials) is not None:
             return False
-        return gain.ratio < self._enough and self._next_guess(self._table.all()) is None
+        return is_enough(self._sampler, self._state(len(trials)), self._enough)
 
     def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
@@ -366,7 +404,12 @@ class Study:
         return next((dict(guess) for key, guess in self._guesses.items() if key not in known), None)
 
     def _state(self, number: int) -> SearchState:
-        """What a proposal may depend on. Each number has a seed of its own: a study that is continued proposes what it
+        """What a proposal may depend on."""
+        state = self._measured(number)
+        return as_candidates(state, self.space.fidelity) if self.space.fidelity else state
+
+    def _measured(self, number: int) -> SearchState:
+        """All that was measured before a number, as it was measured. Each number has a seed of its own: a study that is continued proposes what it
         would have proposed anyway, and two drivers never draw the same."""
         return SearchState(
             space=self.space,
@@ -401,12 +444,14 @@ class Study:
             if is_known:
                 self._reject(number, Record("cached", key=key, of=other.number))
                 return None
-        if self.num_trials is not None and _num_counted(trials[:number]) >= self.num_trials:
+        if not self._may_begin(trials[:number]):
             self._reject(number, Record("surplus", key=key))
             return None
         self._num_rejected = 0
         forecast = self._forecast.of(candidate.run) if self._forecast and candidate.run else {}
         record = Record("trial", key, candidate.label, forecast=forecast, is_guess=is_guess)
+        if (fidelity := self.space.fidelity) is not None:
+            record = replace(record, share=fidelity.share(0), cost=fidelity.cost(0))
         self._table.write_record(number, record)
         return self._fresh(number, candidate, chosen, record)
 
@@ -422,7 +467,8 @@ class Study:
             self._table.tell(number, None)
         elif record.role == "cached" and original is not None and original.state == TrialState.COMPLETE:
             outcome = outcome_of(original)
-            self._table.tell(number, measured_values(outcome, self.space.objectives) if outcome else None)
+            values = measured_values(outcome, self.space.objectives) if outcome else None
+            self._table.tell(number, values, is_partial=self.space.fidelity is not None)
         else:  # nothing is known yet, or nothing is to be learnt
             self._table.dismiss(number)
 
@@ -460,7 +506,7 @@ class Study:
             if record is None:
                 self._table.write_record(trial.number, Record("abandoned"))
                 self._table.dismiss(trial.number)
-            elif record.role not in ("trial", "repeat"):
+            elif record.role not in ("trial", "growth", "repeat"):
                 self._close_rejected(trial.number, record)
             elif self._claim(trial.number, lease.attempt + 1):
                 assignment = self._again(trial, lease.attempt + 1)
@@ -490,7 +536,7 @@ class Study:
         if outcome is None and attempt > MAX_ATTEMPTS:
             outcome = Outcome(kind="infra", detail=f"given up: its driver ended {attempt - 1} times while it ran")
         if outcome is None:
-            return assignment
+            return self._prepared(assignment)
         self.tell(assignment, outcome)
         return None
 
@@ -499,13 +545,29 @@ class Study:
         if assignment.folder.exists():  # of a number that was lost when an older journal was put back
             end_recorded(assignment.folder)
             shutil.rmtree(assignment.folder)
-        return self._hold(assignment, 1)
+        return self._prepared(self._hold(assignment, 1))
+
+    def _prepared(self, assignment: Assignment) -> Assignment:
+        """An assignment of ours with the checkpoint that it goes on from in its folder."""
+        if assignment.continues is not None and assignment.config is not None:
+            fidelity, trials = self.space.fidelity, self._table.all()
+            before = record_of(trials[assignment.continues])
+            assert fidelity is not None
+            assert before is not None
+            run = self.space.candidate(assignment.parameters).run
+            assert run is not None
+            if goes_on(run_at(run, fidelity, before.rung, self._num_devices), assignment.config):
+                carry_checkpoint(trial_folder(self.folder, assignment.continues), assignment.folder)
+        return assignment
 
     def _assignment(
         self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record
     ) -> Assignment:
-        seed = derive_seed(self.file.seed, "trial", number)
+        begun = links_of(number, record, self._table.all())[0]
+        seed = derive_seed(self.file.seed, "trial", begun)
         config = candidate.run
+        if config is not None and self.space.fidelity is not None and record.role != "repeat":
+            config = run_at(config, self.space.fidelity, record.rung, self._num_devices)
         if config is not None:
             config = config.changed(
                 name=f"{self.file.name[:100]}-{number}",
@@ -522,6 +584,9 @@ class Study:
             config=config,
             program=self.space.program(chosen, seed),
             repeat_of=record.of if record.role == "repeat" else None,
+            share=record.share,
+            cost=record.cost,
+            continues=record.of if record.role == "growth" else None,
         )
 
     def _hold(self, assignment: Assignment, attempt: int) -> Assignment:

@@ -185,7 +185,7 @@ def check_is_a_function_of_the_state(sampler: Sampler) -> None:
 
 def check_seeds_differ(sampler: Sampler) -> None:
     """Searches with two seeds are two searches."""
-    one, other = (search(sampler, plain_space(), bowl, 12, seed=seed) for seed in (1, 2))
+    one, other = (search(sampler, plain_space(), bowl, 7, seed=seed) for seed in (1, 2))
     assert [o.parameters for o in one] != [o.parameters for o in other]
 
 
