@@ -69,28 +69,63 @@ class Axis:
 
     def coordinate(self, value: Scalar) -> float:
         """Of a value of the dimension."""
-        dimension = self.dimension
         if self.places is not None:
             return self.places[self._index(value)]
-        number, low, high = float(value or 0.0), dimension.low, dimension.high
-        if self.is_log:
-            number, low, high = math.log(number), math.log(low), math.log(high)
+        low, high = self._range()
+        number = math.log(float(value or 0.0)) if self.is_log else float(value or 0.0)
         return (number - low) / (high - low) if high > low else ABSENT
 
     def value(self, coordinate: float) -> Scalar:
         """The value nearest to a coordinate."""
-        dimension = self.dimension
         if self.places is not None:
-            return dimension.values[int(np.argmin([abs(place - coordinate) for place in self.places]))]
-        low, high = dimension.low, dimension.high
-        if self.is_log:
-            number = math.exp(math.log(low) + coordinate * (math.log(high) - math.log(low)))
+            return self.dimension.values[int(np.argmin([abs(place - coordinate) for place in self.places]))]
+        number = float(self._numbers(np.array([coordinate]))[0])
+        return int(number) if self.dimension.kind == "int" else number
+
+    def nearest(self, coordinates: np.ndarray) -> np.ndarray:
+        """The values nearest to coordinates ``[n]``: floats with NaN where that is NaN, or objects for words."""
+        if self.places is None:
+            return self._numbers(coordinates)
+        present = ~np.isnan(coordinates)
+        result = np.full(len(coordinates), np.nan) if self.is_ordered else np.full(len(coordinates), None)
+        choices = np.array(self.dimension.values, dtype=result.dtype)
+        result[present] = choices[self._choice(coordinates[present])]
+        return result
+
+    def snapped(self, coordinates: np.ndarray) -> np.ndarray:
+        """Coordinates ``[n]`` moved to the nearest values; NaN stays."""
+        if self.is_continuous:
+            return coordinates
+        result = coordinates.copy()
+        present = ~np.isnan(coordinates)
+        if self.places is not None:
+            result[present] = np.array(self.places)[self._choice(coordinates[present])]
         else:
-            number = low + coordinate * (high - low)
+            low, high = self._range()
+            numbers = self._numbers(coordinates[present])
+            result[present] = ((np.log(numbers) if self.is_log else numbers) - low) / (high - low or 1.0)
+        return result
+
+    def _choice(self, coordinates: np.ndarray) -> np.ndarray:
+        """Index of the choice nearest to each coordinate, ``[n]``."""
+        return np.asarray(np.abs(np.array(self.places) - coordinates[:, None]).argmin(axis=1))
+
+    def _numbers(self, coordinates: np.ndarray) -> np.ndarray:
+        """The nearest values of a range, as floats ``[n]``."""
+        dimension, (low, high) = self.dimension, self._range()
+        numbers = low + coordinates * (high - low)
+        if self.is_log:
+            numbers = np.exp(numbers)
         if dimension.kind == "int":
-            last = math.floor((high - low) / dimension.step)
-            return int(low) + dimension.step * min(max(round((number - low) / dimension.step), 0), last)
-        return min(max(number, low), high)
+            last = math.floor((dimension.high - dimension.low) / dimension.step)
+            steps = np.clip(np.round((numbers - dimension.low) / dimension.step), 0, last)
+            return np.asarray(dimension.low + dimension.step * steps)
+        return np.asarray(np.clip(numbers, dimension.low, dimension.high))
+
+    def _range(self) -> tuple[float, float]:
+        """The ends of a range, on the scale that it is searched on."""
+        low, high = self.dimension.low, self.dimension.high
+        return (math.log(low), math.log(high)) if self.is_log else (low, high)
 
     def columns(self, coordinates: np.ndarray) -> list[np.ndarray]:
         """What a model sees of coordinates ``[n]`` (NaN where the dimension is absent): columns of shape ``[n]``."""
@@ -137,19 +172,17 @@ class Encoding:
         pairs = zip(self.axes, coordinates.tolist(), strict=True)
         return {axis.dimension.name: axis.value(place) for axis, place in pairs if not math.isnan(place)}
 
+    def value_columns(self, coordinates: np.ndarray) -> dict[str, np.ndarray]:
+        """Dimension name -> the values nearest to coordinates ``[n, num_dimensions]``, ``[n]``: floats (NaN where the
+        dimension is absent), or objects for words (None there)."""
+        return {
+            axis.dimension.name: axis.nearest(places) for axis, places in zip(self.axes, coordinates.T, strict=True)
+        }
+
     def snapped(self, coordinates: np.ndarray) -> np.ndarray:
         """Coordinates ``[n, num_dimensions]`` moved to the nearest values there are."""
-        result = coordinates.copy()
-        for column, axis in enumerate(self.axes):
-            if axis.places is not None:
-                places = np.array(axis.places)
-                nearest = places[np.abs(places - coordinates[:, column, None]).argmin(axis=1)]
-                result[:, column] = np.where(np.isnan(coordinates[:, column]), np.nan, nearest)
-            elif not axis.is_continuous:
-                result[:, column] = [
-                    place if math.isnan(place) else axis.coordinate(axis.value(place)) for place in result[:, column]
-                ]
-        return result
+        columns = [axis.snapped(places) for axis, places in zip(self.axes, coordinates.T, strict=True)]
+        return np.stack(columns, axis=1) if columns else coordinates
 
     def columns(self, coordinates: np.ndarray, fidelities: np.ndarray | None = None) -> Inputs:
         """What a model sees.

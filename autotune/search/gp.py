@@ -49,7 +49,7 @@ class Priors:
     length: LogNormal = LogNormal(0.55, 0.7, 0.05, 20.0)
     """Of one input; times the square root of their number."""
     amplitude: LogNormal = LogNormal(0.7, 0.8, 1e-3, 20.0)
-    curvature: LogNormal | None = LogNormal(1.0, 1.0, 1e-3, 50.0)
+    curvature: LogNormal | None = LogNormal(0.3, 1.0, 1e-3, 50.0)
     """None for no quadratic part."""
     noise: LogNormal = LogNormal(0.01, 1.5, 1e-4, 1.0)
 
@@ -91,7 +91,7 @@ class Kernel:
     @property
     def lengths(self) -> np.ndarray:
         """``[g]``: length-scale of each group of columns."""
-        return np.exp(self.log[: self.num_lengths])
+        return np.asarray(np.exp(self.log[: self.num_lengths]))
 
     @property
     def amplitude(self) -> float:
@@ -176,6 +176,8 @@ class GaussianProcess:
         from scipy.optimize import minimize
 
         objective = Evidence(points, np.asarray(y, dtype=np.float64), priors or Priors())
+        if not len(points):
+            return cls.condition(Kernel(objective.starts()[0], objective.num_lengths), points, objective.y)
         starts = objective.starts()[: num_starts if len(points) <= FEW else 1]
         found = [
             minimize(

@@ -1,0 +1,69 @@
+"""The default search for one objective: a Gaussian process on what is known, and the trial that promises most.
+
+Without a prior the first trial is the middle of the box, a few more are spread over it, and then the expected
+improvement decides. With one, every trial is chosen by the transferred model, the first at its optimum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.search.acquisition import Candidates, first_new, log_expected_improvement
+from autotune.search.encoding import ABSENT
+from autotune.search.feasible import log_chance_of
+from autotune.search.quality import QualityModel
+from autotune.search.sampler import SearchState
+from autotune.search.uniform import UniformSampler
+from autotune.space.space import Scalar
+
+NUM_SPREAD = 1
+"""Trials spread over the box after the one in the middle, plus one a dimension."""
+MARGIN = 0.2
+"""They keep so far from its walls: the corners of a box of hyperparameters usually diverge."""
+CENTRE_PULL = 1e-3
+"""Of points that are equally good the one nearest to the middle of the box is first."""
+MAX_TAKEN = 200
+"""Ranked points that may turn out to be taken or illegal before a random one is drawn."""
+
+
+class SurrogateSampler:
+    """Bayesian optimisation of the first objective."""
+
+    def propose(self, state: SearchState) -> dict[str, Scalar] | None:
+        """See ``Sampler``."""
+        rng = np.random.default_rng(state.seed)
+        model = QualityModel.fit(state, state.space.objectives[0])
+        candidates = Candidates(state.space, model.view.encoding, state.enumeration)
+        ranked = self._ranked(state, model, candidates, rng)
+        keys = (state.space.candidate(o.parameters).key for o in state.observations)
+        chosen = first_new(candidates, ranked, set(keys), MAX_TAKEN)
+        return UniformSampler().propose(state) if chosen is None else chosen
+
+    def _ranked(
+        self, state: SearchState, model: QualityModel, candidates: Candidates, rng: np.random.Generator
+    ) -> np.ndarray:
+        tried = candidates.encoding.coordinates([o.parameters for o in state.tried])
+        has_prior = model.view.prior is not None
+        if not len(tried) and not has_prior:
+            return candidates.by_distance(candidates.middle(), rng)
+        num_spread = 1 + NUM_SPREAD + tried.shape[1]
+        if len(tried) < num_spread and not has_prior:
+            return candidates.spread(tried, MARGIN, rng)
+        known = model.coordinates[np.argsort(model.costs, kind="stable")] if len(model.costs) else tried
+        if not len(known):
+            return candidates.maximise(lambda x: -self._first(model, x), known, rng)
+        best = float(model.posterior_at(known)[0].min())
+        log_chance = log_chance_of(state, candidates.encoding)
+
+        def score(coordinates: np.ndarray) -> np.ndarray:
+            mean, sd = model.posterior_at(coordinates)
+            return np.asarray(log_expected_improvement(mean, sd, best) + log_chance(coordinates))
+
+        return candidates.maximise(score, known, rng)
+
+    @staticmethod
+    def _first(model: QualityModel, coordinates: np.ndarray) -> np.ndarray:
+        """Cost at which to begin: the prior's, and what it leaves open near the middle of the box."""
+        mean, _ = model.posterior_at(coordinates)
+        away = np.nan_to_num(coordinates - ABSENT)
+        return np.asarray(mean + CENTRE_PULL * model.view.unit * (away**2).sum(axis=1))
