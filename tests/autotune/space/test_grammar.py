@@ -96,6 +96,14 @@ def test_a_single_value_with_a_condition_holds_only_there(tmp_path) -> None:
     assert "hyperparameters.dropout" not in space.fixed
 
 
+def test_the_base_of_a_parametrization_is_searched_under_mup_alone(tmp_path) -> None:
+    added = "schedule: [cosine, wsd]\n    parametrization: [standard, mup]\n    base_hidden_size: [32, 64]"
+    space, _ = load_space(write(tmp_path, BASE.replace("schedule: [cosine, wsd]", added)))
+    base = next(d for d in space.dimensions if d.name == "hyperparameters.base_hidden_size")
+    assert space.is_active(base, {"hyperparameters.parametrization": "mup"})
+    assert not space.is_active(base, {"hyperparameters.parametrization": "standard"})
+
+
 def test_own_constraints_refuse_candidates(tmp_path) -> None:
     text = BASE + "    - hyperparameters.learning_rate * hyperparameters.global_batch_size < 0.1\n"
     space, _ = load_space(write(tmp_path, text))
