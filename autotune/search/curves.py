@@ -8,8 +8,9 @@ deviation in a fraction of a millisecond, and one that still falls steeply is to
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,16 @@ class Curve:
         return cls(
             tuple(float(x[part].mean()) for part in parts), tuple(float(y[part].mean()) for part in parts), tuple(rungs)
         )
+
+    def encode(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=2**14)
+    def decode(text: str) -> Curve:
+        """The inverse of ``encode``."""
+        return Curve(**{name: tuple(values) for name, values in json.loads(text).items()})
 
     @functools.lru_cache(maxsize=2**14)  # noqa: B019  # a curve is a value: equal ones share the entry
     def fall(self, start: float, end: float) -> Fall | None:

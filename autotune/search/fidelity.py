@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autotune.prior.robust import MAD_TO_SIGMA
 from autotune.search import pareto
 from autotune.search.hygiene import MEASURED_EXACTLY, violations_of
 from autotune.search.sampler import Observation, SearchState
@@ -34,8 +35,6 @@ SPREAD_RATIO = 0.3
 """Without a curve a value still moves by so much of the spread of the rung's values."""
 OPTIMISM = 0.5
 """A candidate is ranked by its forecast less so many standard deviations."""
-FINISHING = 1.0
-"""Full trainings that are kept for those already begun: with no more left of the budget, nothing new begins."""
 
 
 class Growth(NamedTuple):
@@ -134,6 +133,8 @@ class _Change:
     """Standard deviation of the change of a candidate without a curve."""
     centre: float
     """What the law says of the candidates on average."""
+    others_sd: float
+    """How much the candidates differ in it."""
     weights: np.ndarray
     """Posterior mean of level and slope."""
     covariance: np.ndarray
@@ -147,10 +148,13 @@ class _Change:
         before = [link for c in chains for link in c.links if link.rung == rung and link.values is not None]
         values = np.array([sign * (link.values or {})[objective.name] for link in before])
         spread = SPREAD_RATIO * _spread(values)
-        blank = cls(rung, objective.name == QUALITY, spread, 0.0, np.array([0.0, 1.0]), np.zeros((2, 2)), 1.0)
+        blank = cls(rung, objective.name == QUALITY, spread, 0.0, np.inf, np.array([0.0, 1.0]), np.zeros((2, 2)), 1.0)
+        alone = [blank._law(link) for link in before]
+        centre = float(np.median([law.mean for law in alone])) if alone else 0.0
+        typical = float(np.median([law.sd for law in alone])) if alone else spread
+        others_sd = float(MAD_TO_SIGMA * np.median(np.abs([law.mean - centre for law in alone]))) if alone else 0.0
+        blank = replace(blank, centre=centre, others_sd=max(others_sd, 1e-12))
         laws = [blank._law(link) for link in before]
-        centre = float(np.median([law.mean for law in laws])) if laws else 0.0
-        typical = float(np.median([law.sd for law in laws])) if laws else spread
         # A model of another width is on another level altogether.
         level_sd = typical if fidelity.continues(rung + 1) else 10 * max(_spread(values), typical)
         prior = np.diag([1 / max(level_sd, 1e-12) ** 2, 1 / SLOPE_SD**2])
@@ -170,7 +174,7 @@ class _Change:
             weights = covariance @ (prior @ start + (rows.T / (scale * noise**2)) @ fell)
             errors = (fell - rows @ weights) / noise
             scale = (PRIOR_WEIGHT + float(errors @ errors)) / (PRIOR_WEIGHT + len(known))
-        return replace(blank, centre=centre, weights=weights, covariance=covariance, scale=scale)
+        return replace(blank, weights=weights, covariance=covariance, scale=scale)
 
     def of(self, link: Observation) -> _Fall:
         """Of a candidate; its standard deviation without what all candidates share."""
@@ -183,7 +187,11 @@ class _Change:
         fall = None
         if self.is_curve and link.curve is not None and link.curve.loss:
             fall = link.curve.fall(link.curve.rungs[self.rung], link.curve.rungs[self.rung + 1])
-        return _Fall(0.0, self.spread) if fall is None else _Fall(*fall)
+        if fall is None:
+            return _Fall(self.centre, self.spread)
+        # A curve that says little by itself will fall as the others do.
+        trust = 1.0 / (1.0 + (fall.sd / self.others_sd) ** 2)
+        return _Fall(self.centre + trust * (fall.mean - self.centre), fall.sd * trust**0.5)
 
 
 def _spread(values: np.ndarray) -> float:
@@ -228,19 +236,21 @@ def _crowding(costs: np.ndarray) -> np.ndarray:
     return total
 
 
-def next_growth(state: SearchState, fidelity: Fidelity, left: float | None = None) -> Growth | None:
+def next_growth(state: SearchState, fidelity: Fidelity, left: float, *, may_begin: bool = True) -> Growth | None:
     """The candidate to train on now, before a new one begins; None to begin one.
 
     Args:
         state: Of the search, with all numbers of the study.
         fidelity: The rungs.
-        left: What is left of the budget, in full trainings; None without a budget.
+        left: What is left of the budget, in full trainings.
+        may_begin: Whether a new candidate could begin and be trained in full. If not, the best go on, as far as the
+            budget goes.
     """
     chains = chains_of(state.observations)
     forecasts = Forecasts.of(chains, state.space.objectives, fidelity)
     order = _order(chains, forecasts, state.space.objectives)
     waiting = [row for row in order if _is_waiting(chains[row], fidelity)]
-    if left is not None and left < FINISHING + fidelity.cost_from(0) - 1e-9:
+    if not may_begin:
         for row in waiting:
             last = chains[row].last
             if fidelity.cost_from(last.rung + 1) <= left + 1e-9:
@@ -258,12 +268,12 @@ def next_growth(state: SearchState, fidelity: Fidelity, left: float | None = Non
 def _order(chains: Sequence[Chain], forecasts: Forecasts, objectives: Sequence[Objective]) -> list[int]:
     """Rows of the candidates of which something is known, from the best on."""
     costs = forecasts.mean - OPTIMISM * forecasts.sd
-    rows = np.flatnonzero(np.isfinite(costs).all(axis=1))
-    if not len(rows):
+    rows = np.flatnonzero(np.isfinite(costs).all(axis=1)).tolist()
+    if not rows:
         return []
     expected = [_expected(chains[row], forecasts, row, objectives) for row in rows]
     violations = violations_of(expected, objectives).max(axis=1)
-    return [int(rows[place]) for place in ranked(costs[rows], violations)]
+    return [rows[place] for place in ranked(costs[rows], violations)]
 
 
 def _is_waiting(chain: Chain, fidelity: Fidelity) -> bool:

@@ -30,6 +30,12 @@ class Assignment:
     """The user's own program; None for a run of the engine or a function."""
     repeat_of: int | None = None
     """The trial it repeats with another seed."""
+    share: float = 1.0
+    """Share of the full training that is done at its end."""
+    cost: float = 1.0
+    """What it uses of the budget, in full trainings."""
+    continues: int | None = None
+    """The trial that trained its candidate before; its checkpoint is in the folder, unless it was lost."""
 
     @property
     def num_devices(self) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.search.curves import Curve
 from autotune.search.forecast import Forecasted
 from autotune.search.sampler import Observation, ObservationState
 from autotune.space.objectives import Objective, ObjectiveName
@@ -25,13 +26,15 @@ from engine.outcome import Outcome
 RECORD_KEY = "record"
 OUTCOME_KEY = "outcome"
 CORPUS_KEY = "corpus_hash"
+CURVE_KEY = "curve"
 SEARCH_KEY = "search"
 """Attributes of the study: hash of its text; its space and seed."""
 
-Role = Literal["trial", "repeat", "refused", "cached", "surplus", "abandoned", "claim"]
-"""What a number of the storage was used for. ``trial`` and ``repeat`` run. The others never do: ``refused`` broke a
-rule, ``cached`` equals an earlier candidate, ``surplus`` came when another driver had used up the budget, ``abandoned``
-was left by a driver that died while choosing, ``claim`` takes over an interrupted trial (see ``lease``)."""
+Role = Literal["trial", "growth", "repeat", "refused", "cached", "surplus", "abandoned", "claim"]
+"""What a number of the storage was used for. ``trial``, ``growth`` (it trains the candidate of an earlier number on)
+and ``repeat`` run. The others never do: ``refused`` broke a rule, ``cached`` equals an earlier candidate, ``surplus``
+came when another driver had used up the budget, ``abandoned`` was left by a driver that died while choosing, ``claim``
+takes over an interrupted trial (see ``lease``)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,17 @@ class Record:
     rule: str = ""
     """The rule that refused it."""
     of: int | None = None
-    """The trial that is repeated, taken over, or equal."""
+    """The trial that is repeated, continued, taken over, or equal."""
     forecast: Mapping[ObjectiveName, Sequence[float]] = field(default_factory=dict)
     """Objective name -> estimated value, low and high end, before the trial."""
     is_guess: bool = False
     """A first guess of the user's."""
+    rung: int = 0
+    """Where trials grow: the rung that it trains its candidate to."""
+    share: float = 1.0
+    """Share of the full training that is done then."""
+    cost: float = 1.0
+    """What the number uses of the budget, in full trainings."""
 
     def encode(self) -> str:
         """As text."""
@@ -73,6 +82,12 @@ def outcome_of(trial: FrozenTrial) -> Outcome | None:
     """The outcome of a trial, None until it has one."""
     text = trial.user_attrs.get(OUTCOME_KEY)
     return None if text is None else Outcome.model_validate_json(text)
+
+
+def curve_of(trial: FrozenTrial) -> Curve | None:
+    """The curve of a trial, None where none is kept."""
+    text = trial.user_attrs.get(CURVE_KEY)
+    return None if text is None else Curve.decode(text)
 
 
 def lease_of(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> Lease | None:
@@ -109,7 +124,7 @@ def is_feasible(values: Mapping[str, float] | None, objectives: Sequence[Objecti
 
 
 def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], folder: Path) -> tuple[TrialRow, ...]:
-    """The trials and repeats of a study, by number.
+    """The trials, growths and repeats of a study, by number.
 
     Args:
         trials: All numbers of the storage in order.
@@ -119,7 +134,7 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
     rows = []
     for trial in trials:
         record = record_of(trial)
-        if record is None or record.role not in ("trial", "repeat"):
+        if record is None or record.role not in ("trial", "growth", "repeat"):
             continue
         outcome = outcome_of(trial) if trial.state.is_finished() else None
         lease = lease_of(trial, trials) if trial.state == TrialState.RUNNING else current_lease(trial.user_attrs)
@@ -132,11 +147,13 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 parameters=dict(trial.params),
                 outcome=outcome,
                 values=values,
-                feasible=is_feasible(values, objectives),
+                feasible=record.share == 1 and is_feasible(values, objectives),
                 plan=record.plan,
                 attempts=lease.attempt if lease is not None else 1,
                 seconds=outcome.wall_seconds if outcome is not None else None,
                 repeat_of=record.of if record.role == "repeat" else None,
+                share=record.share,
+                continues=record.of if record.role == "growth" else None,
                 folder=trial_folder(folder, trial.number),
                 forecast={name: Forecasted(*values) for name, values in record.forecast.items()},
                 is_guess=record.is_guess,
@@ -173,7 +190,7 @@ def snapshot_of(folder: Path, file: StudyFile, storage: BaseStorage) -> StudySna
 
 
 def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objective]) -> list[Observation]:
-    """What samplers may know of a study's numbers: trials, repeats, and proposals that a rule refused; by number.
+    """What may be known of a study's numbers: trials, growths, repeats, and proposals that a rule refused; by number.
 
     Args:
         trials: All numbers of the storage in order.
@@ -182,7 +199,7 @@ def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objectiv
     observations = []
     for trial in trials:
         record = record_of(trial)
-        if record is None or record.role not in ("trial", "repeat", "refused"):
+        if record is None or record.role not in ("trial", "growth", "repeat", "refused"):
             continue
         state: ObservationState = "running"
         values, failure = None, ""
@@ -192,8 +209,20 @@ def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objectiv
         elif outcome is not None:
             values = measured_values(outcome, objectives)
             state, failure = ("ok", "") if values is not None else ("failed", outcome.kind)
-        repeat_of = record.of if record.role == "repeat" else None
-        observations.append(Observation(trial.number, state, trial.params, values, failure, repeat_of=repeat_of))
+        observations.append(
+            Observation(
+                trial.number,
+                state,
+                trial.params,
+                values,
+                failure,
+                fidelity=record.share,
+                repeat_of=record.of if record.role == "repeat" else None,
+                rung=record.rung,
+                continues=record.of if record.role == "growth" else None,
+                curve=curve_of(trial),
+            )
+        )
     return observations
 
 

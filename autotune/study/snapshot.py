@@ -28,7 +28,7 @@ class TrialRow:
     values: dict[str, float] | None
     """Objective name -> value; None unless the outcome is ``ok`` with every objective measured."""
     feasible: bool
-    """Ok and within all bounds."""
+    """Trained in full, ok and within all bounds."""
     plan: str = ""
     """``Plan.describe()`` of the candidate."""
     attempts: int = 1
@@ -37,6 +37,10 @@ class TrialRow:
     """Wall time of the last attempt."""
     repeat_of: int | None = None
     """The trial this one repeats with another seed."""
+    share: float = 1.0
+    """Share of the full training that was done."""
+    continues: int | None = None
+    """The trial that trained its candidate before."""
     folder: Path | None = None
     """``trials/<id>``, with ``run.yaml``, ``outcome.json``, ``telemetry.jsonl`` and ``stdout.log``."""
     forecast: dict[ObjectiveName, Forecasted] = field(default_factory=dict)

@@ -8,6 +8,7 @@ created: whoever creates a number sees all lower ones.
 from __future__ import annotations
 
 import datetime
+import math
 import shutil
 import threading
 import time
@@ -22,6 +23,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.prior.predict import TaskPrior
+from autotune.search.fidelity import as_candidates, next_growth
 from autotune.search.forecast import Forecast
 from autotune.search.gain import Gain, expected_gain, is_enough
 from autotune.search.sampler import Sampler, SearchState, remarks_of
@@ -30,8 +32,19 @@ from autotune.search.seeds import derive_seed
 from autotune.search.uniform import UniformSampler
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Candidate, Scalar, Space
+from autotune.space.training import TrainingSpace
 from autotune.study.assignment import Assignment
 from autotune.study.child import end_recorded
+from autotune.study.growth import (
+    TOLERANCE,
+    carry_checkpoint,
+    curve_of,
+    drop_checkpoint,
+    goes_on,
+    links_of,
+    num_spent,
+    run_at,
+)
 from autotune.study.lease import Lease, LeaseKeeper, lease_key
 from autotune.study.record import (
     Record,
@@ -128,6 +141,7 @@ class Study:
         self._lock = threading.RLock()
         self._leases: dict[int, Lease] = {}
         self._keeper = LeaseKeeper(self._renew)
+        self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
         self._num_rejected = 0
         self._is_exhausted = False
         self._repeats: tuple[int, int] | None = None
@@ -236,12 +250,26 @@ class Study:
                     self.release(assignment)
                     raise
             try:
-                self._table.finish(assignment.number, self.space.completed(outcome, assignment.config))
+                self._finish(assignment, self.space.completed(outcome, assignment.config))
             except UpdateFinishedTrialError:
                 return False
             finally:
                 self._let_go(assignment.number)
             return True
+
+    def _finish(self, assignment: Assignment, outcome: Outcome) -> None:
+        fidelity, config, number = self.space.fidelity, assignment.config, assignment.number
+        if fidelity is None or config is None or assignment.repeat_of is not None:
+            self._table.finish(number, outcome)
+            return
+        trials = self._table.all()
+        record = record_of(trials[number])
+        assert record is not None
+        folders = [trial_folder(self.folder, link) for link in links_of(number, record, trials)]
+        is_partial = assignment.share < 1
+        self._table.finish(number, outcome, curve_of(config, fidelity, folders), is_partial=is_partial)
+        if outcome.kind != "ok" or not is_partial:
+            drop_checkpoint(assignment.folder)
 
     def release(self, assignment: Assignment) -> None:
         """Give an unfinished trial back, for whoever asks next."""
@@ -409,8 +437,8 @@ class Study:
         return as_candidates(state, self.space.fidelity) if self.space.fidelity else state
 
     def _measured(self, number: int) -> SearchState:
-        """All that was measured before a number, as it was measured. Each number has a seed of its own: a study that is continued proposes what it
-        would have proposed anyway, and two drivers never draw the same."""
+        """All that was measured before a number, as it was measured. Each number has a seed of its own: a study that is
+        continued proposes what it would have proposed anyway, and two drivers never draw the same."""
         return SearchState(
             space=self.space,
             observations=observations_of(self._table.all()[:number], self.space.objectives),
@@ -636,13 +664,3 @@ def is_running(folder: Path) -> bool:
 def request_stop(folder: Path) -> None:
     """Ask all drivers of a study to end gracefully."""
     write_text(folder / STOP_FILE, datetime.datetime.now().astimezone().isoformat() + "\n")
-
-
-def _num_counted(trials: Sequence[FrozenTrial]) -> int:
-    """Numbers that use up the budget: trials, and those that are being chosen and may become one. Since whoever chooses
-    counts all lower numbers, never more than the budget become trials."""
-    count = 0
-    for trial in trials:
-        record = record_of(trial)
-        count += record.role == "trial" if record is not None else trial.state == TrialState.RUNNING
-    return count

@@ -12,11 +12,12 @@ from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from autotune.search.curves import Curve
 from autotune.search.optuna_samplers import distribution_of
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 from autotune.study.lease import Lease, lease_key
-from autotune.study.record import CORPUS_KEY, OUTCOME_KEY, RECORD_KEY, SEARCH_KEY, Record, measured_values
+from autotune.study.record import CORPUS_KEY, CURVE_KEY, OUTCOME_KEY, RECORD_KEY, SEARCH_KEY, Record, measured_values
 from engine.outcome import Outcome
 
 FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
@@ -24,6 +25,8 @@ FAILED_VALUE = 1e30
 """Stored where nothing was measured: finite, and worse than anything real (negated where more is better). A constraint
 goes with them."""
 FAILED_CONSTRAINT = "failed"
+PARTIAL_CONSTRAINT = "partial"
+"""Of a part of a training: its loss must not pass for that of a whole one."""
 
 
 class TrialTable:
@@ -84,22 +87,33 @@ class TrialTable:
         """Store a lease on the number."""
         self._write(number, lease_key(lease.attempt), lease.encode())
 
-    def finish(self, number: int, outcome: Outcome) -> None:
+    def finish(self, number: int, outcome: Outcome, curve: Curve | None = None, *, is_partial: bool = False) -> None:
         """Record the outcome of a trial. It is written first and decides all the rest, so whoever finds a trial that
-        has one and is not finished can finish it with the same call."""
-        self._write(number, OUTCOME_KEY, outcome.model_dump_json())
-        self.tell(number, measured_values(outcome, self._space.objectives))
+        has one and is not finished can finish it with the same call.
 
-    def tell(self, number: int, values: Mapping[str, float] | None) -> None:
+        Args:
+            number: The number.
+            outcome: Its outcome.
+            curve: Its training loss, where trials grow.
+            is_partial: It is a part of a training.
+        """
+        if curve is not None:
+            self._write(number, CURVE_KEY, curve.encode())
+        self._write(number, OUTCOME_KEY, outcome.model_dump_json())
+        self.tell(number, measured_values(outcome, self._space.objectives), is_partial=is_partial)
+
+    def tell(self, number: int, values: Mapping[str, float] | None, *, is_partial: bool = False) -> None:
         """Finish a number with values and constraints (feasible: at most 0), always finite: a NaN would hide a failure.
 
         Args:
             number: The number.
             values: Objective name -> value; None for a failure.
+            is_partial: They are of a part of a training.
         """
         objectives = self._space.objectives
         trial = optuna.Trial(self._study, self._id(number))
         constraints = {FAILED_CONSTRAINT: 0.0 if values is not None else 1.0}
+        constraints |= {PARTIAL_CONSTRAINT: 1.0} if is_partial else {}
         constraints |= {o.name: _violation(o, values) for o in objectives if o.bound is not None}
         for name, violation in constraints.items():
             if name not in trial.constraints:  # a killed driver may have set it
