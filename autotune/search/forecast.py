@@ -18,7 +18,7 @@ from autotune.cost.software import OWN_ENGINE
 from autotune.search import pareto
 from autotune.space.enumerate import Enumeration
 from autotune.space.objectives import Objective, ObjectiveName
-from autotune.space.training import TrainingSpace
+from autotune.space.training import TrainingSpace, devices_of
 from engine.config import RunConfig
 from engine.errors import UserError
 from engine.plan import PlanTable, plan_table
@@ -26,6 +26,8 @@ from engine.units import format_bytes
 
 CHUNK = 100_000
 """Plans estimated at once."""
+PAIRS = 2_000_000
+"""Pairs of plans compared at once."""
 MAX_RANK = 8
 """Later layers of the front are not told apart."""
 
@@ -65,7 +67,8 @@ class Forecast:
     rivals: Mapping[tuple[object, ...], Sequence[Predicted]]
     """Values of ``NUMERICS`` -> costs of all plans that train alike."""
     predicted: Mapping[ObjectiveName, Predicted]
-    """``speed`` and ``memory`` of the plans that are worth a trial."""
+    """Of the plans that are worth a trial: ``speed``, ``memory``, and ``cost`` and ``energy`` where the machines' price
+    and power are known."""
     capacity_bytes: np.ndarray
     """``[num_legal]``: live bytes at which a device is estimated to be full."""
 
@@ -78,7 +81,7 @@ class Forecast:
         """
         predicted, fits, capacity = _predict_all(space, enumeration.table)
         groups = _groups(enumeration.table)
-        costs = [_as_cost(o.name, predicted[o.name]) for o in space.objectives if o.name in predicted]
+        costs = _costs(space.objectives, predicted)
         removed = {MEMORY: ~fits, BOUND: _beyond_bounds(space.objectives, predicted)}
         left = ~(removed[MEMORY] | removed[BOUND])
         if not left.any():
@@ -118,7 +121,7 @@ class Forecast:
         if _beyond_bounds(self.space.objectives, predicted)[0]:
             return BOUND
         rivals = self.rivals.get(_numerics(table, 0))
-        costs = [_as_cost(o.name, predicted[o.name]) for o in self.space.objectives if o.name in predicted]
+        costs = _costs(self.space.objectives, predicted)
         return DOMINATED if rivals and _surely_beaten(costs, rivals)[0] else ""
 
 
@@ -136,12 +139,11 @@ def _predict_all(
         _predict(space, {name: column[start : start + CHUNK] for name, column in table.items()}, optimizer)
         for start in range(0, num_rows, CHUNK)
     ]
-    names: tuple[ObjectiveName, ...] = ("speed", "memory")
     predicted = {
         name: Predicted(
             *(np.concatenate([getattr(p[name], part) for p, *_ in chunks]) for part in ("value", "low", "high"))
         )
-        for name in names
+        for name in chunks[0][0]
     }
     fits, capacity = (np.concatenate([chunk[part] for chunk in chunks]) for part in (1, 2))
     return predicted, fits, capacity
@@ -158,10 +160,21 @@ def _predict(
             tokens / estimates.step_seconds, tokens / estimates.step_seconds_high, tokens / estimates.step_seconds_low
         ),
         "memory": _allocated(estimates),
+        **_running_costs(space, table, tokens, estimates),
     }
     # What the driver and the allocator take comes on top of live tensors.
     capacity = space.cluster.memory_bytes * estimates.allocated_bytes / estimates.memory_bytes
     return predicted, estimates.memory_bytes_low <= space.cluster.memory_bytes, capacity
+
+
+def _running_costs(
+    space: TrainingSpace, table: PlanTable, tokens: np.ndarray, estimates: EstimateTable
+) -> dict[ObjectiveName, Predicted]:
+    """``cost`` and ``energy``: they follow from the step time, so the longest step is the dearest."""
+    num_devices = devices_of(table)
+    steps = (estimates.step_seconds, estimates.step_seconds_low, estimates.step_seconds_high)
+    value, low, high = (space.running_costs(num_devices, tokens / step_seconds) for step_seconds in steps)
+    return {name: Predicted(value[name], low[name], high[name]) for name in value}
 
 
 def _allocated(estimates: EstimateTable) -> Predicted:
@@ -191,27 +204,36 @@ def _numerics(table: PlanTable, row: int) -> tuple[object, ...]:
     return tuple(str(table[name][row]) for name in NUMERICS)
 
 
+def _costs(objectives: Sequence[Objective], predicted: Mapping[ObjectiveName, Predicted]) -> list[Predicted]:
+    """What is minimised of what is known. Energy is cost by another factor: beside cost it decides nothing."""
+    names = [o.name for o in objectives if o.name in predicted]
+    return [_as_cost(name, predicted[name]) for name in names if name != "energy" or "cost" not in names]
+
+
 def _as_cost(name: ObjectiveName, p: Predicted) -> Predicted:
     """Lower is better: speed becomes seconds per token."""
     return Predicted(1 / p.value, 1 / p.high, 1 / p.low) if name == "speed" else p
 
 
 def _surely_beaten(costs: Sequence[Predicted], by: Sequence[Predicted]) -> np.ndarray:
-    """Which of ``n`` candidates another one surely beats in one cost without being worse, by its value, in the other.
+    """Which of ``n`` candidates another one surely beats in one cost without being worse, by its value, in any other.
 
     Args:
-        costs: One or two costs, each of ``n`` candidates.
+        costs: One cost or more, each of ``n`` candidates.
         by: The same costs of those they are compared with (they themselves among them, or not).
     """
     beaten = np.zeros(len(costs[0].value), dtype=bool)
-    for index, (mine, theirs) in enumerate(zip(costs, by, strict=True)):
-        # Of the candidates whose interval ends before mine begins, the least other cost is all that matters.
-        order = np.argsort(theirs.high, kind="stable")
-        num_before = np.searchsorted(theirs.high[order], mine.low, side="left")
-        their_other = by[1 - index].value if len(by) == 2 else np.zeros(len(order))
-        my_other = costs[1 - index].value if len(costs) == 2 else np.zeros(len(beaten))
-        least = np.concatenate([[np.inf], np.minimum.accumulate(their_other[order])])
-        beaten |= least[num_before] <= my_other
+    for index in range(len(costs)):
+        # In this cost the end of their interval has to lie before the beginning of mine, in the others values count.
+        mine = np.stack([cost.low if other == index else cost.value for other, cost in enumerate(costs)], axis=1)
+        theirs = np.stack([cost.high if other == index else cost.value for other, cost in enumerate(by)], axis=1)
+        # What another one beats in all of these need not be asked.
+        theirs = np.unique(theirs[pareto.front(theirs, ["minimize"] * len(by))], axis=0)
+        for start in range(0, len(mine), rows_at_once := max(1, PAIRS // len(theirs))):
+            few = mine[start : start + rows_at_once, None, :]
+            at_most = theirs <= few
+            at_most[:, :, index] = theirs[:, index] < few[:, :, index]
+            beaten[start : start + rows_at_once] |= at_most.all(axis=2).any(axis=1)
     return beaten
 
 

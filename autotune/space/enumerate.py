@@ -11,7 +11,7 @@ import numpy as np
 
 from autotune.space.expression import Expression
 from autotune.space.space import Dimension
-from autotune.space.training import as_columns, choice_column, mesh_word, with_derived
+from autotune.space.training import as_columns, choice_column, devices_of, mesh_word, with_derived
 from engine.errors import UserError
 from engine.plan import MESH_FIELDS, PlanTable
 from engine.rule import RuleContext
@@ -43,8 +43,7 @@ class Enumeration:
     @property
     def max_devices(self) -> int:
         """Devices of the largest plan."""
-        degrees = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
-        return int(np.max(np.prod([self.table[key] for key in degrees], axis=0), initial=1))
+        return int(np.max(devices_of(self.table), initial=1))
 
     def meshes(self) -> dict[str, dict[str, int]]:
         """Mesh word -> degrees, over the legal rows, smallest world first."""

@@ -116,6 +116,12 @@ def with_derived(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def devices_of(table: PlanTable) -> np.ndarray:
+    """Devices that each plan of a table uses, ``[n]``."""
+    devices: np.ndarray = table["tp"] * table["pp"] * table["cp"] * table["dp_replicate"] * table["dp_shard"]
+    return devices
+
+
 def mesh_word(fields: Mapping[str, int]) -> str:
     """``Plan.mesh`` of parallel degrees."""
     return parse(Plan, {key: fields[key] for key in MESH_FIELDS}).mesh

@@ -108,20 +108,47 @@ def test_nothing_that_fits_is_an_error_with_the_numbers(tmp_path: Path, plant: C
         Forecast.make(space, enumeration)
 
 
-def test_brute_force_agrees_on_what_is_surely_beaten() -> None:
+@pytest.mark.parametrize("num_costs", [1, 2, 3, 4])
+def test_brute_force_agrees_on_what_is_surely_beaten(num_costs: int) -> None:
+    """With any number of costs: surely better in one of them, and not worse by its value in any other."""
     rng = np.random.default_rng(0)
     for _ in range(50):
-        values = rng.uniform(1, 2, (2, 12)).round(1)
+        values = rng.uniform(1, 2, (num_costs, 12)).round(1)
         costs = [Predicted(v, 0.9 * v, 1.1 * v) for v in values]
         expected = [
             any(
-                (costs[k].high[j] < costs[k].low[i]) and costs[1 - k].value[j] <= costs[1 - k].value[i]
+                costs[k].high[j] < costs[k].low[i]
+                and all(costs[m].value[j] <= costs[m].value[i] for m in range(num_costs) if m != k)
                 for j in range(12)
-                for k in (0, 1)
+                for k in range(num_costs)
             )
             for i in range(12)
         ]
         assert module._surely_beaten(costs, costs).tolist() == expected
+
+
+def test_money_and_energy_are_forecast_from_speed_and_decide_like_other_costs(
+    tmp_path: Path, plant: Callable[..., None]
+) -> None:
+    """Two devices that are a quarter faster than one are the faster and the dearer choice: both stay."""
+    figures = "{name: c, device_kind: cpu, device: cpu, devices_per_node: 2, memory_bytes: 1000000000, watts: 50"
+    figures += ", dollars_per_device_hour: 2.0}"
+    text = SPACE.replace("cluster: cpu:2", f"cluster: {figures}").replace("memory, quality", "cost, energy")
+    space, enumeration = load(tmp_path, text)
+    plant(lambda t: (1.0 / t["micro_batch_size"] / (1 + 0.25 * (t["dp_shard"] - 1)), 1e6 * t["micro_batch_size"]))
+    forecast = Forecast.make(space, enumeration)
+    assert sorted(forecast.enumeration.table["dp_shard"]) == [1, 2]
+    assert set(forecast.enumeration.table["micro_batch_size"]) == {8}
+    runs = (space.candidate(chosen).run for chosen in uniform_draws(space, forecast.enumeration, 0))
+    for run in runs:
+        assert run is not None
+        said = forecast.of(run)
+        spent = space.running_costs(run.plan.world_size, said["speed"].value)
+        assert (said["cost"].value, said["energy"].value) == pytest.approx((spent["cost"], spent["energy"]))
+        dearest = space.running_costs(run.plan.world_size, said["speed"].low)
+        assert said["cost"].high == pytest.approx(dearest["cost"])
+        assert said["cost"].low < said["cost"].value < said["cost"].high
+        assert forecast.refusal(run) == ""
 
 
 def test_the_forecast_of_a_trial_is_kept_with_it(tmp_path: Path, plant: Callable[..., None]) -> None:
