@@ -11,7 +11,8 @@ from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import Stop
 from autotune.study.measured import outcome_of_measured
-from engine.outcome import Outcome, OutcomeKind
+from engine.errors import UserError
+from engine.outcome import FAILURE_KINDS, Outcome, OutcomeKind
 
 Measured = Mapping[str, float] | float
 """What a function gives: a value for each objective by name (further names are kept too), or the only objective's."""
@@ -27,7 +28,9 @@ class TrialFailed(Exception):
     """
 
     def __init__(self, detail: str, kind: OutcomeKind = "user") -> None:
-        super().__init__(detail)
+        super().__init__(detail, kind)
+        if kind not in FAILURE_KINDS:
+            raise UserError(f"there is no failure {kind!r}", hint=f"kinds are {', '.join(FAILURE_KINDS)}")
         self.detail = detail
         self.kind: OutcomeKind = kind
 
@@ -60,15 +63,22 @@ class FunctionExecutor:
 
 
 def call(function: TrialFunction, assignment: Assignment, objectives: Sequence[Objective]) -> Outcome:
-    """The outcome of a call. Exceptions are outcomes; what is none (Ctrl-C, an exit) passes through."""
+    """The outcome of a call. Exceptions are outcomes; Ctrl-C passes through."""
     started, cpu_started = time.monotonic(), time.thread_time()
     try:
         outcome = outcome_of_measured(function(assignment), objectives)
     except TrialFailed as failure:
-        outcome = Outcome(kind=failure.kind, detail=failure.detail)
+        outcome = outcome_of_failure(failure)
+    except SystemExit as end:
+        outcome = Outcome(kind="user", detail=f"it ended the process with {end.code!r}")
     except Exception as error:
         outcome = outcome_of_exception(error)
     return outcome.changed(wall_seconds=time.monotonic() - started, cpu_seconds=time.thread_time() - cpu_started)
+
+
+def outcome_of_failure(failure: TrialFailed) -> Outcome:
+    """The outcome that a function asked for."""
+    return Outcome(kind=failure.kind, detail=" ".join(failure.detail.split())[:500])
 
 
 def outcome_of_exception(error: Exception) -> Outcome:

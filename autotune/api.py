@@ -1,0 +1,504 @@
+"""Tuning from Python: studies that are asked for trials and told results, and functions that are tuned as a whole.
+
+The public names are those of ``autotune`` itself (``autotune.Study``, ``autotune.tune`` ...); they are documented with
+examples in ``docs/python_api.md``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from autotune.apply.select import front_trials, knee_trial
+from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
+from autotune.search.warm_start import task_prior_of
+from autotune.space.command import CommandSpace
+from autotune.space.command_grammar import command_space
+from autotune.space.objectives import Objective
+from autotune.space.space import Scalar
+from autotune.study.assignment import Assignment
+from autotune.study.driver import Driver
+from autotune.study.function_executor import FunctionExecutor, Measured, TrialFailed, call, outcome_of_failure
+from autotune.study.guesses import guess_of
+from autotune.study.measured import outcome_of_measured
+from autotune.study.snapshot import StudySnapshot, TrialRow
+from autotune.study.study import Nothing
+from autotune.study.study import Study as StoredStudy
+from autotune.study.study_file import StudyFile, this_environment, write_study_file
+from engine.errors import UserError
+from engine.outcome import Outcome
+from engine.units import parse_duration
+
+WAIT_SECONDS = 0.2
+TRIAL_ARGUMENT = "trial"
+"""A function with a parameter of this name gets the ``Trial`` itself there."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Objectives = Mapping[str, str | Mapping[str, Any]] | Sequence[Mapping[str, Any]]
+"""Name -> ``minimize`` or ``maximize``, or a mapping with ``direction`` and ``bound``; or a list as in a space file."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Values to try, as ``Study.ask`` hands them out."""
+
+    number: int
+    """In the study, from 0; numbers that were refused or known already are left out."""
+    params: Mapping[str, Scalar]
+    """Name -> value: the chosen ones, the fixed ones, and defaults where a value is not searched."""
+    seed: int
+    """For all that is random in it; a function of the study's seed and the number."""
+    folder: Path | None
+    """For files of the trial, kept with the study; made when it is first used for something; None in memory."""
+    assignment: Assignment
+    """What the study knows it by."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial of a study."""
+
+    number: int
+    """In the study."""
+    params: Mapping[str, Scalar]
+    """Name -> chosen value."""
+    state: str
+    """``ok``; the kind of its failure; ``running``; or ``waiting`` to be run (again)."""
+    values: Mapping[str, float] | None
+    """Objective -> value; None unless ``ok``."""
+    metrics: Mapping[str, float]
+    """Further figures that were told."""
+    detail: str
+    """How it failed, in a line."""
+    feasible: bool
+    """Ok and within all bounds."""
+    seconds: float | None
+    """Wall time."""
+
+
+class Study:
+    """A search over named values: ask it what to try, tell it what came out.
+
+    Without a folder and storage it lives in memory. With a folder it is kept there, and the same call goes on with it,
+    also from several processes at once; below ``runs/studies`` it has its report by ``autotune report NAME``.
+
+    Args:
+        space: Name -> value or form, as in a space file: ``[16, 32]``, ``{"log_float": [1e-4, 1e-1]}``, ``{"int": [1,
+            8]}``, with ``when`` and ``default`` for what is not always searched.
+        objectives: Name -> ``minimize`` or ``maximize``, or a mapping with ``direction`` and ``bound``.
+        folder: Folder of the study; its name is the study's.
+        storage: Database address, such as ``sqlite:///studies.db``, in place of a journal in the folder.
+        name: Of the study in a database, where no folder is given.
+        constraints: Conditions over the values that every candidate has to meet.
+        trials: Trials in total, earlier ones included; None for no limit.
+        seed: Seed of a new study (0 by default).
+        sampler: What proposes candidates; None for the study's own, or the default in a new one.
+        task: What is trained, for the meta-learned prior (see ``docs/command_sweeps.md``).
+        guesses: Values to try first.
+
+    Raises:
+        UserError: A mistake in any of these, or another space than the study was begun with.
+
+    Example:
+        >>> import autotune
+        >>> study = autotune.Study({"x": {"float": [0, 1]}}, {"loss": "minimize"}, sampler="random")
+        >>> for _ in range(20):
+        ...     trial = study.ask()
+        ...     study.tell(trial, (trial.params["x"] - 0.3) ** 2)
+        >>> study.best.values["loss"] < 0.01
+        True
+    """
+
+    def __init__(
+        self,
+        space: Mapping[str, Any],
+        objectives: Objectives,
+        *,
+        folder: str | Path | None = None,
+        storage: str | None = None,
+        name: str | None = None,
+        constraints: Sequence[str] = (),
+        trials: int | None = None,
+        seed: int | None = None,
+        sampler: str | None = None,
+        task: Mapping[str, Any] | None = None,
+        guesses: Sequence[Mapping[str, Scalar]] = (),
+    ) -> None:
+        if folder is not None and name is not None:
+            raise UserError("a study has the name of its folder", hint="leave 'name' out, or the folder")
+        if storage is not None and folder is None and name is None:
+            raise UserError("a study in a database needs a name", hint='add name="mine", or a folder')
+        if trials is not None and trials < 1:
+            raise UserError(f"a study has at least 1 trial, got {trials}", hint="trials=None sets no limit")
+        self._is_stored = folder is not None or storage is not None
+        self._scratch = None if folder is not None else tempfile.TemporaryDirectory(prefix="autotune-")
+        place = Path(folder) if folder is not None else Path(self._scratch.name) / (name or "study")  # type: ignore[union-attr]
+        self.space: CommandSpace = command_space(
+            space, objectives, constraints=constraints, task=task, name=place.absolute().name
+        )
+        chosen = [guess_of(guess, self.space) for guess in guesses]
+        prior = task_prior_of(self.space)
+        if self._is_stored:
+            self._study = StoredStudy.create_or_open(
+                place,
+                self.space,
+                sampler=sampler,
+                storage_url=storage,
+                num_trials=trials,
+                seed=seed,
+                task_prior=prior,
+                guesses=chosen,
+            )
+        else:
+            self._study = _in_memory(place, self.space, sampler or DEFAULT_SAMPLER, trials, seed or 0, prior, chosen)
+        self._asked: dict[int, Assignment] = {}
+        self._end = weakref.finalize(self, _let_go, self._study, self._asked, self._scratch)
+
+    # Ask and tell ----------------------------------------------------------------------------------------------------
+
+    def ask(self) -> Trial | None:
+        """The next trial, ours until it is told; one that a killed process left comes first.
+
+        Returns:
+            The trial; None when the budget is used up, nothing new is in the space, or others run the last trials.
+        """
+        asked = self._study.ask()
+        return None if isinstance(asked, Nothing) else self._taken(asked)
+
+    def tell(self, trial: Trial, result: Measured | TrialFailed) -> None:
+        """What came out of a trial.
+
+        Args:
+            trial: From ``ask``.
+            result: Objective -> value (further figures are kept too), the only objective's value, or a ``TrialFailed``.
+                A value that is missing or not finite is a failure of the trial too.
+        """
+        if isinstance(result, TrialFailed):
+            outcome = outcome_of_failure(result)
+        else:
+            outcome = outcome_of_measured(result, self.space.objectives)
+        self._tell(trial.assignment, outcome)
+
+    def release(self, trial: Trial) -> None:
+        """Give a trial back untold: it is asked for again."""
+        self._asked.pop(trial.number, None)
+        self._study.release(trial.assignment)
+
+    # Functions -------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        function: Callable[..., Measured],
+        *,
+        trials: int | None = None,
+        time: str | float | None = None,
+        workers: int = 1,
+        processes: bool = False,
+        trial_seconds: float | None = None,
+    ) -> Self:
+        """Call a function for each trial until the budget is used up. An exception is a failure of its trial and ends
+        nothing else. Ctrl-C ends the sweep; the trial that ran is free for whoever goes on.
+
+        Args:
+            function: Gets the values by name, and the ``Trial`` where it has a parameter ``trial``. It returns the
+                objective's value or a mapping, or raises ``TrialFailed`` to say how it failed.
+            trials: Trials in total, earlier ones included; more of them extends the study.
+            time: Start no trial after this time, such as ``10m``.
+            workers: Calls at a time.
+            processes: Call it in worker processes: a crash, a hang or a leak is one trial's failure. The function must
+                be importable there, as functions at the top of a module are.
+            trial_seconds: Time limit of a trial, with ``processes``.
+
+        Raises:
+            UserError: No budget, or worker processes can't call the function.
+        """
+        if trials is not None:
+            self._extend(trials)
+        seconds = None if time is None else parse_duration(time)
+        if self._study.num_trials is None and seconds is None:
+            raise UserError("the study has no budget", hint='give trials=50 or time="10m"')
+        if trial_seconds is not None and not processes:
+            raise UserError("a call in this process can't be ended", hint="add processes=True for trial_seconds")
+        call_it = _Caller(function, self.space, self._is_stored)
+        if workers == 1 and not processes:
+            self._run_here(call_it, seconds)
+            return self
+        if processes:
+            from autotune.study.process_executor import ProcessExecutor
+
+            executor: Any = ProcessExecutor(call_it, self.space.objectives, workers)
+        else:
+            executor = FunctionExecutor(call_it, self.space.objectives)
+        limits = self.space.limits.changed(seconds=trial_seconds or float(2**31))
+        try:
+            Driver(self._study, _Limited(executor, limits), _Silent(), workers, seconds).run()
+        finally:
+            executor.close()
+        return self
+
+    def _run_here(self, function: Callable[[Assignment], Measured], seconds: float | None) -> None:
+        deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            asked = self._study.ask()
+            if asked is Nothing.WAIT and not self._asked:
+                time.sleep(WAIT_SECONDS)
+                continue
+            if isinstance(asked, Nothing):
+                return
+            try:
+                outcome = call(function, asked, self.space.objectives)
+            except BaseException:
+                self._study.release(asked)
+                raise
+            self._study.tell(asked, outcome)
+
+    # What is known ---------------------------------------------------------------------------------------------------
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What is optimised."""
+        return self.space.objectives
+
+    @property
+    def trials(self) -> list[TrialResult]:
+        """All trials, by number."""
+        return [_result(row) for row in self.snapshot().trials]
+
+    @property
+    def front(self) -> list[TrialResult]:
+        """The Pareto front of the feasible trials, by number."""
+        return [_result(row) for row in front_trials(self.snapshot())]
+
+    @property
+    def best(self) -> TrialResult | None:
+        """The best feasible trial; of several objectives the knee of the front. None while there is none."""
+        snapshot = self.snapshot()
+        knee = knee_trial(snapshot, front_trials(snapshot))
+        return None if knee is None else _result(knee)
+
+    def snapshot(self) -> StudySnapshot:
+        """The study now as plain data, for ``reports`` and ``autotune.apply``."""
+        return self._study.snapshot()
+
+    def to_frame(self) -> Any:
+        """All trials as a ``pandas.DataFrame``: number, state, ``value.NAME``, ``param.NAME``, ``metric.NAME`` ..."""
+        from autotune.study.frame import data_frame
+
+        return data_frame(self.snapshot())
+
+    # Its end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the study; trials that were asked for and not told are free for others. What is in memory is lost.
+        Called at the end of a ``with`` block, and when the study is no longer used."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{o.name}: {o.direction}" for o in self.objectives)
+        return f"<Study {self._study.file.name}: {names}; {len(self.snapshot().trials)} trials>"
+
+    def _extend(self, trials: int) -> None:
+        if trials < 1:
+            raise UserError(f"a study has at least 1 trial, got {trials}", hint="give the total, earlier ones included")
+        self._study.num_trials = trials
+        self._study.file = self._study.file.changed(trials=max(trials, self._study.file.trials or 0))
+        if self._is_stored:
+            write_study_file(self._study.folder, self._study.file)
+
+    def _taken(self, assignment: Assignment) -> Trial:
+        self._asked[assignment.number] = assignment
+        return _trial_of(assignment, self.space, self._is_stored)
+
+    def _tell(self, assignment: Assignment, outcome: Outcome) -> None:
+        if assignment.number not in self._asked:
+            raise UserError(f"trial {assignment.number} was told already, or given back", hint="tell each trial once")
+        del self._asked[assignment.number]
+        self._study.tell(assignment, outcome)
+
+
+class Tuned(Generic[P, R]):
+    """A function with the search that tunes it, as ``tune`` makes it; called, it is the function."""
+
+    def __init__(self, function: Callable[P, R], make_study: Callable[[], Study]) -> None:
+        self.function = function
+        self._make_study = make_study
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function itself."""
+        return self.function(*args, **kwargs)
+
+    def run(
+        self,
+        *,
+        trials: int | None = None,
+        time: str | float | None = None,
+        workers: int = 1,
+        processes: bool = False,
+        trial_seconds: float | None = None,
+    ) -> Study:
+        """Tune the function (see ``Study.run``).
+
+        Returns:
+            The study.
+        """
+        function: Any = self if processes else self.function  # as the name that workers find
+        return self._make_study().run(
+            function, trials=trials, time=time, workers=workers, processes=processes, trial_seconds=trial_seconds
+        )
+
+    def __reduce__(self) -> str:
+        return self.function.__qualname__
+
+
+def tune(space: Mapping[str, Any], objectives: Objectives, **options: Any) -> Callable[[Callable[P, R]], Tuned[P, R]]:
+    """Make a function tunable.
+
+    Args:
+        space: As for ``Study``.
+        objectives: As for ``Study``.
+        options: The other arguments of ``Study``.
+
+    Example:
+        >>> import autotune
+        >>> @autotune.tune({"x": {"float": [-1, 1]}}, {"loss": "minimize"}, trials=20, sampler="random")
+        ... def parabola(x):
+        ...     return x * x
+        >>> parabola(0.5)
+        0.25
+        >>> study = parabola.run()
+        >>> len(study.trials), study.best.values["loss"] < 0.1
+        (20, True)
+    """
+
+    def decorate(function: Callable[P, R]) -> Tuned[P, R]:
+        return Tuned(function, functools.partial(Study, space, objectives, **options))
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """Calls a user's function with the values of a trial."""
+
+    function: Callable[..., Measured]
+    space: CommandSpace
+    is_stored: bool
+
+    def __call__(self, assignment: Assignment) -> Measured:
+        trial = _trial_of(assignment, self.space, self.is_stored)
+        values = dict(trial.params)
+        if TRIAL_ARGUMENT in inspect.signature(self.function).parameters:
+            values[TRIAL_ARGUMENT] = trial  # type: ignore[assignment]
+        return self.function(**values)
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """An executor under limits of its own."""
+
+    executor: Any
+    limits: Any
+
+    def run(self, assignment: Assignment, limits: Any, **arguments: Any) -> Outcome | None:
+        """See ``Executor``."""
+        outcome: Outcome | None = self.executor.run(assignment, self.limits, **arguments)
+        return outcome
+
+    def close(self) -> None:
+        """See ``Executor``."""
+        self.executor.close()
+
+
+class _Silent:
+    """Listens to a driver and says nothing."""
+
+    def waiting(self) -> None:
+        """See ``Listener``."""
+
+    def started(self, assignment: Assignment) -> None:
+        """See ``Listener``."""
+
+    def finished(self, assignment: Assignment, outcome: Outcome) -> None:
+        """See ``Listener``."""
+
+    def released(self, assignment: Assignment) -> None:
+        """See ``Listener``."""
+
+    def retried(self, assignment: Assignment, outcome: Outcome) -> None:
+        """See ``Listener``."""
+
+
+def _in_memory(
+    folder: Path,
+    space: CommandSpace,
+    sampler: str,
+    trials: int | None,
+    seed: int,
+    prior: Any,
+    guesses: Sequence[Mapping[str, Scalar]],
+) -> StoredStudy:
+    from optuna.storages import InMemoryStorage
+
+    folder.mkdir(parents=True)
+    file = StudyFile(
+        name=folder.name,
+        created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        seed=seed,
+        trials=trials,
+        sampler=sampler,
+        guesses=tuple(map(dict, guesses)),
+        environment=this_environment(),
+        space=dict(space.data),
+    )
+    return StoredStudy(folder, file, space, None, InMemoryStorage(), trials, make_sampler(sampler), task_prior=prior)
+
+
+def _let_go(study: StoredStudy, asked: dict[int, Assignment], scratch: tempfile.TemporaryDirectory[str] | None) -> None:
+    for assignment in asked.values():
+        study.release(assignment)
+    asked.clear()
+    study.close()
+    if scratch is not None:
+        scratch.cleanup()
+
+
+def _trial_of(assignment: Assignment, space: CommandSpace, is_stored: bool) -> Trial:
+    values = space.names(assignment.parameters)
+    folder = assignment.folder if is_stored else None
+    return Trial(assignment.number, values, assignment.seed, folder, assignment)
+
+
+def _result(row: TrialRow) -> TrialResult:
+    outcome = row.outcome
+    objectives = row.values or {}
+    metrics = {} if outcome is None else {k: v for k, v in outcome.metrics.items() if k not in objectives}
+    return TrialResult(
+        number=row.number,
+        params=row.parameters,
+        state=row.state if outcome is None else outcome.kind,
+        values=row.values,
+        metrics=metrics,
+        detail="" if outcome is None else outcome.detail,
+        feasible=row.feasible,
+        seconds=row.seconds,
+    )

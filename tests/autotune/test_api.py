@@ -1,0 +1,272 @@
+"""Studies from Python: asked and told, resumed, shared by processes, with failures that end nothing else."""
+
+import doctest
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import autotune
+import autotune.api
+from autotune.study.study import load_snapshot
+from engine.errors import UserError
+
+FUNCTIONS = Path(__file__).with_name("api_functions.py")
+SPACE: dict[str, Any] = {"x": {"float": [0, 1]}, "kind": ["a", "b"]}
+LOSS = {"loss": "minimize"}
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> ModuleType:
+    """The functions as a module that worker processes find."""
+    path = os.pathsep.join([str(FUNCTIONS.parent), str(repo_root)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(FUNCTIONS.parent))
+    return importlib.import_module("api_functions")
+
+
+def study(**options: Any) -> autotune.Study:
+    return autotune.Study(SPACE, LOSS, **{"sampler": "random", **options})
+
+
+def quadratic(x: float, kind: str) -> float:
+    return (x - 0.3) ** 2 + (kind == "b")
+
+
+def test_docstrings_are_true() -> None:
+    assert doctest.testmod(autotune.api).failed == 0
+
+
+def test_public_names_are_there_and_importing_them_is_lazy() -> None:
+    code = "import sys, autotune; assert 'optuna' not in sys.modules; autotune.Study; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(autotune.__all__) <= set(dir(autotune))
+    for name in autotune.__all__:
+        assert getattr(autotune, name)
+
+
+def test_best_and_front_follow_what_was_told() -> None:
+    found = autotune.Study(SPACE, {"loss": "minimize", "speed_up": {"direction": "maximize"}}, sampler="random")
+    told = []
+    for _ in range(12):
+        trial = found.ask()
+        assert trial is not None
+        x = float(trial.params["x"])
+        told.append(x)
+        found.tell(trial, {"loss": x, "speed_up": x * x, "extra": 5})
+    assert [round(float(result.params["x"]), 6) for result in found.front] == [round(x, 6) for x in told]
+    assert found.best in found.front
+    assert found.trials[0].metrics == {"extra": 5.0}
+
+
+def test_hundreds_of_trials_a_second_are_asked_and_told() -> None:
+    found = study().run(quadratic, trials=300)
+    assert len(found.trials) == 300
+    assert found.best is not None
+    assert found.best.values is not None
+    assert found.best.values["loss"] < 0.01
+
+
+def test_an_exception_is_one_trials_failure() -> None:
+    def sometimes(x: float, kind: str, trial: autotune.Trial) -> float:
+        if trial.number % 3 == 0:
+            raise ValueError("as asked")
+        if trial.number % 3 == 1:
+            raise autotune.TrialFailed("loss of 12", "diverged")
+        return x
+
+    results = study().run(sometimes, trials=9).trials
+    assert [result.state for result in results] == ["user", "diverged", "ok"] * 3
+    assert results[0].detail == "ValueError: as asked"
+
+
+def test_a_first_nan_is_never_the_best() -> None:
+    values = iter([math.nan, -math.inf, 2.0, 3.0])
+    found = study().run(lambda x, kind: next(values), trials=4)
+    assert found.best is not None
+    assert found.best.values == {"loss": 2.0}
+    assert [result.state for result in found.trials] == ["nan", "nan", "ok", "ok"]
+
+
+def test_beyond_a_bound_nothing_is_feasible() -> None:
+    found = autotune.Study(SPACE, {"loss": {"direction": "minimize", "bound": -1}}, sampler="random")
+    found.run(quadratic, trials=3)
+    assert found.best is None
+    assert [result.feasible for result in found.trials] == [False] * 3
+
+
+def test_ctrl_c_leaves_nothing_running_and_the_trial_is_run_again(tmp_path: Path) -> None:
+    seen = []
+
+    def interrupted(x: float, kind: str, trial: autotune.Trial) -> float:
+        seen.append((trial.number, x))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return x
+
+    with study(folder=tmp_path / "s") as found:
+        with pytest.raises(KeyboardInterrupt):
+            found.run(interrupted, trials=5)
+        assert [result.state for result in found.trials] == ["ok", "ok", "waiting"]
+        found.run(interrupted, trials=5)
+        assert [result.state for result in found.trials] == ["ok"] * 5
+    assert seen[2] == seen[3]
+
+
+def test_what_was_asked_and_not_told_is_free_when_the_study_is_closed(tmp_path: Path) -> None:
+    with study(folder=tmp_path / "s") as found:
+        first = found.ask()
+    with study(folder=tmp_path / "s") as found:
+        again = found.ask()
+        assert first is not None
+        assert again is not None
+        assert (again.number, again.params, again.seed) == (first.number, first.params, first.seed)
+        found.tell(again, 1.0)
+        with pytest.raises(UserError, match="told already"):
+            found.tell(again, 1.0)
+
+
+def test_a_study_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    with study(folder=tmp_path / "whole") as found:
+        whole = [result.params for result in found.run(quadratic, trials=8).trials]
+    for trials in (3, 8):
+        with study(folder=tmp_path / "parts") as found:
+            parts = [result.params for result in found.run(quadratic, trials=trials).trials]
+    assert parts == whole
+    assert len({str(params) for params in parts}) == 8
+
+
+def test_another_space_is_refused(tmp_path: Path) -> None:
+    study(folder=tmp_path / "s").close()
+    with pytest.raises(UserError, match="another space"):
+        autotune.Study({"x": {"float": [0, 2]}}, LOSS, folder=tmp_path / "s")
+
+
+def test_guesses_come_first_and_are_checked() -> None:
+    trial = study(guesses=[{"x": 0.25, "kind": "b"}]).ask()
+    assert trial is not None
+    assert trial.params == {"x": 0.25, "kind": "b"}
+    for wrong in ({"x": 5.0, "kind": "a"}, {"y": 0.5}, {"x": 0.5, "kind": "c"}):
+        with pytest.raises(UserError):
+            study(guesses=[wrong])
+
+
+def test_conditional_values_are_left_out_or_have_their_default() -> None:
+    space = {"kind": ["a", "b"], "y": {"float": [0, 1], "when": "kind == 'a'"}}
+    seen = []
+
+    def function(kind: str, y: float | None = None) -> float:
+        seen.append((kind, y is None))
+        return 1.0
+
+    autotune.Study(space, LOSS, sampler="random").run(function, trials=8)
+    assert set(seen) == {("a", False), ("b", True)}
+
+
+def test_a_used_up_space_ends_the_sweep() -> None:
+    found = autotune.Study({"n": [1, 2, 3]}, LOSS, sampler="random").run(lambda n: n, trials=10)
+    assert sorted(result.params["n"] for result in found.trials) == [1, 2, 3]
+    assert found.ask() is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: autotune.Study({"x": {"flaot": [0, 1]}}, LOSS), "did you mean 'float'?"),
+        (lambda: autotune.Study(SPACE, {"loss": "down"}), "minimize"),
+        (lambda: study(storage="sqlite://"), "needs a name"),
+        (lambda: study().run(quadratic), "no budget"),
+        (lambda: study().run(quadratic, trials=2, trial_seconds=1.0), "processes=True"),
+        (lambda: study(trials=0), "at least 1 trial"),
+        (lambda: autotune.TrialFailed("x", "unlucky"), "kinds are oom"),  # type: ignore[arg-type]
+    ],
+)
+def test_mistakes_are_told(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        make()
+    assert words in str(error.value)
+
+
+def test_a_study_lives_in_a_database_too(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/studies.db"
+    with study(storage=url, name="s") as found:
+        found.run(quadratic, trials=3)
+    with study(storage=url, name="s") as found:
+        assert len(found.run(quadratic, trials=5).trials) == 5
+
+
+def test_threads_share_one_study() -> None:
+    found = study().run(lambda x, kind: x, trials=20, workers=4)
+    assert [result.state for result in found.trials] == ["ok"] * 20
+
+
+@pytest.mark.dist
+def test_worker_processes_keep_a_crash_to_its_trial(functions: ModuleType) -> None:
+    found = study().run(functions.breaks, trials=5, workers=2, processes=True, trial_seconds=3.0)
+    states = {result.number % 5: (result.state, result.detail) for result in found.trials}
+    assert states[0][0] == states[4][0] == "ok"
+    assert states[1] == ("user", "its process ended with exit status 7")
+    assert states[2][0] == "hang"
+    assert states[3] == ("user", "ValueError: as asked")
+
+
+@pytest.mark.dist
+def test_a_decorated_function_runs_in_worker_processes(functions: ModuleType) -> None:
+    assert functions.tuned(0.5, "a")["loss"] == 0.5
+    processes = {result.metrics["process"] for result in functions.tuned.run(processes=True).trials}
+    assert len(processes) == 1
+    assert os.getpid() not in processes
+
+
+def test_a_function_that_cannot_be_sent_is_told() -> None:
+    with pytest.raises(UserError, match="can't be sent to worker processes"):
+        study().run(lambda x, kind: x, trials=2, processes=True)
+
+
+def start(folder: Path, trials: int, seconds: float, repo_root: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(repo_root)}
+    return subprocess.Popen([sys.executable, str(FUNCTIONS), str(folder), str(trials), str(seconds)], env=environment)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_leaves_no_zombie_and_its_trial_is_run_again(
+    tmp_path: Path, repo_root: Path, number: signal.Signals
+) -> None:
+    process = start(tmp_path / "s", 5, 60.0, repo_root)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(number)
+    process.wait()
+    (waiting,) = load_snapshot(tmp_path / "s").trials
+    assert waiting.state == "waiting"
+    with study(folder=tmp_path / "s") as found:
+        results = found.run(quadratic, trials=5).trials
+    assert results[0].params == waiting.parameters
+    assert [result.state for result in results] == ["ok"] * 5
+
+
+@pytest.mark.dist
+def test_processes_share_one_study(tmp_path: Path, repo_root: Path) -> None:
+    processes = [start(tmp_path / "s", 20, 0.05, repo_root) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    rows = load_snapshot(tmp_path / "s").trials
+    assert [row.state for row in rows] == ["finished"] * 20
+    assert len({str(row.parameters) for row in rows}) == 20
+
+
+def test_trials_become_a_table() -> None:
+    frame = study().run(quadratic, trials=3).to_frame()
+    assert list(frame.columns)[:4] == ["number", "state", "detail", "feasible"]
+    assert {"value.loss", "param.x", "param.kind"} <= set(frame.columns)
+    assert len(frame) == 3
