@@ -50,6 +50,8 @@ class Observation:
     """The number that trained the candidate up to the rung before."""
     curve: Curve | None = None
     """Its training loss from the first step on, where trials grow."""
+    key: str = ""
+    """Hash of the candidate, where it is known already."""
     noise: Mapping[str, float] = field(default_factory=dict)
     """Objective name -> standard deviation of a value that is a forecast of the full training; samplers see candidates
     that have not grown to the end by such values."""

@@ -53,8 +53,8 @@ class SobolSampler:
 
 def is_new(state: SearchState) -> Callable[[Mapping[str, Scalar]], bool]:
     """What tells whether chosen values are a legal candidate that is none of the observations."""
-    candidates = (state.space.candidate(o.parameters) for o in state.observations)
-    keys = {candidate.key for candidate in candidates if candidate.is_legal}
+    ran = (observation for observation in state.observations if observation.state != "refused")
+    keys = {observation.key or state.space.candidate(observation.parameters).key for observation in ran}
 
     def is_fresh(chosen: Mapping[str, Scalar]) -> bool:
         candidate = state.space.candidate(chosen)
