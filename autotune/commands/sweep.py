@@ -43,7 +43,9 @@ PLAIN_WIDTH = 140
 
 
 def command(
-    space: Annotated[str, typer.Argument(metavar="SPACE.yaml", help="Space file, or the name of a shipped space.")],
+    space: Annotated[
+        str | None, typer.Argument(metavar="SPACE.yaml", help="Space file, or the name of a shipped space.")
+    ] = None,
     study: Annotated[
         str | None, typer.Option(help="Name of the study. [default: the file's 'name', else its stem]")
     ] = None,
@@ -56,6 +58,17 @@ def command(
     address: Annotated[
         str | None,
         typer.Option(metavar="auto|HOST:PORT", help="Ray cluster to join. [default: one is started on this machine]"),
+    ] = None,
+    command_: Annotated[
+        str | None,
+        typer.Option("--command", metavar="'... {lr} ...'", help="Tune this program; see docs/command_sweeps.md."),
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUES", help="A value of it, such as 'lr=log_float(1e-4, 1e-2)' or 'n=[1, 2]'."),
+    ] = None,
+    objective: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:minimize", help="What it reports, with its direction.")
     ] = None,
     storage: Annotated[str | None, typer.Option(help="Database address, in place of the study's journal.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Machines, in place of the file's: local, cpu:2, h100x8.")] = None,
@@ -90,31 +103,51 @@ def command(
     """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
     from rich.console import Console
 
+    from autotune.commands.command_sweep import check_program, print_dry_run
     from autotune.search.forecast import Forecast
     from autotune.search.warm_start import task_prior_of
-    from autotune.space.grammar import load_space
+    from autotune.space.command import CommandSpace
+    from autotune.space.load import inline_overrides, load_any_space
     from autotune.study.guesses import read_guesses
     from autotune.study.preflight import check_data
     from autotune.study.study import Study
     from autotune.study.study_file import refuse_changes
 
-    overrides = [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
-    loaded, enumeration = load_space(space, overrides)
+    overrides = inline_overrides(command_, param or (), objective or ())
+    overrides += [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
+    loaded, enumeration = load_any_space(space, overrides)
+    machines = loaded.cluster
+    assert machines is not None, "programs and training runs have machines"
     folder = study_folder(runs_dir, study or loaded.name)
     seconds = parse_duration(time) if time else loaded.budget.seconds
-    can_estimate = loaded.cluster.figures is not None and bool(loaded.cluster.links)
-    forecast = Forecast.make(loaded, enumeration) if estimates and can_estimate else None
+    can_estimate = machines.figures is not None and bool(machines.links)
+    forecast = None
+    if isinstance(loaded, CommandSpace):
+        estimates, most_devices = False, machines.devices_per_node if loaded.devices else 1
+    else:
+        assert enumeration is not None, "training runs have plans"
+        forecast = Forecast.make(loaded, enumeration) if estimates and can_estimate else None
+        most_devices = enumeration.max_devices
     if dry_run:
-        _print_dry_run(loaded, enumeration, forecast, seed or 0, as_json=as_json)
+        if isinstance(loaded, CommandSpace):
+            print_dry_run(loaded, seed or 0, as_json=as_json)
+        else:
+            assert enumeration is not None
+            _print_dry_run(loaded, enumeration, forecast, seed or 0, as_json=as_json)
         return
     num_trials = trials or loaded.budget.trials
     if num_trials is None and seconds is None:
         raise UserError("the sweep has no budget", hint="give --trials 20 or --time 10m, or 'budget' in the space file")
     if executor == "local":
-        check_machine(loaded.cluster, workers)
+        check_machine(machines, workers)
     refuse_changes(folder, loaded, storage, seed)
     guesses = read_guesses(try_ or (), loaded)
-    text = check_data(_first_run(loaded, enumeration))
+    text = None
+    if isinstance(loaded, CommandSpace):
+        check_program(loaded)
+    else:
+        assert enumeration is not None
+        text = check_data(_first_run(loaded, enumeration))
 
     from autotune.commands.sweep_view import SweepView
     from autotune.study.driver import Driver
@@ -123,9 +156,9 @@ def command(
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    needs = {"num_devices": enumeration.max_devices, "num_workers": workers}
+    needs = {"num_devices": most_devices, "num_workers": workers}
     with ExitStack() as stack:
-        placed = stack.enter_context(open_executor(executor, loaded.cluster, folder, address=address, **needs))
+        placed = stack.enter_context(open_executor(executor, machines, folder, address=address, **needs))
         opened = Study.create_or_open(
             folder,
             loaded,
@@ -140,10 +173,11 @@ def command(
             enough=enough,
         )
         stack.callback(opened.close)
-        opened.require_corpus(text.corpus_hash)
+        if text is not None:
+            opened.require_corpus(text.corpus_hash)
         view = SweepView(console, opened.snapshot(), num_trials, workers, opened.remarks)
         if estimates and not can_estimate:
-            view.note(f"nothing is known of {loaded.cluster.device_kind}: no estimates without 'autotune profile'")
+            view.note(f"nothing is known of {machines.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, placed, view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None

@@ -64,7 +64,7 @@ class CommandFile(Schema):
 
 def is_command_space(data: Mapping[str, Any]) -> bool:
     """Whether a space file (or the resolved space of a study) is one of a program or function."""
-    return COMMAND in data or "model" not in data
+    return COMMAND in data or not {"model", "workload", "plan"} & set(data)
 
 
 def load_command_space(path: str | Path | None, overrides: Sequence[str] = ()) -> CommandSpace:

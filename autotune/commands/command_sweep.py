@@ -1,0 +1,82 @@
+"""What a sweep of a user's own program does before its first trial."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import UserError
+
+if TYPE_CHECKING:
+    from autotune.space.command import CommandSpace
+    from autotune.space.program import Program
+
+NUM_SHOWN_CANDIDATES = 5
+MAX_DRAWS = 1000
+"""Uniform draws among which a legal candidate must be."""
+
+
+def check_program(space: CommandSpace) -> None:
+    """Make sure that a sweep has something to run.
+
+    Raises:
+        UserError: The program is not there, or no candidate is legal.
+    """
+    from autotune.study.command_runner import find_executable
+
+    chosen = next(_legal(space, 0), None)
+    if chosen is None:
+        raise UserError(
+            f"none of {MAX_DRAWS} candidates drawn from the space is legal",
+            hint="see which constraint refuses them, and loosen it",
+        )
+    find_executable(_program(space, chosen))
+
+
+def print_dry_run(space: CommandSpace, seed: int, *, as_json: bool) -> None:
+    """Show what is searched and the commands of the first candidates."""
+    from autotune.search.seeds import derive_seed
+
+    candidates = list(itertools.islice(_legal(space, derive_seed(seed, "uniform", 0)), NUM_SHOWN_CANDIDATES))
+    commands = [_program(space, chosen).arguments(Path("TRIAL_FOLDER")) for chosen in candidates]
+    if as_json:
+        data = {
+            "name": space.name,
+            "folder": str(space.folder),
+            "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "candidates": candidates,
+            "commands": commands,
+        }
+        print(json.dumps(data, indent=2))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    objectives = ", ".join(f"{objective.label} ({objective.direction})" for objective in space.objectives)
+    assert space.cluster is not None
+    console.print(f"{space.name}: {objectives}, on {space.cluster.describe()}", highlight=False)
+    dimensions = Table("searched", "values", box=None, header_style="dim")
+    for dimension in space.dimensions:
+        dimensions.add_row(escape(dimension.name), escape(dimension.describe()))
+    console.print(dimensions)
+    lines = [f"\nthe first candidates, in {space.folder}", *(f"  {shlex.join(command)}" for command in commands)]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _legal(space: CommandSpace, seed: int) -> Iterator[dict[str, Any]]:
+    from autotune.search.uniform import uniform_draws
+
+    draws = itertools.islice(uniform_draws(space, None, seed), MAX_DRAWS)
+    return (chosen for chosen in draws if space.candidate(chosen).is_legal)
+
+
+def _program(space: CommandSpace, chosen: dict[str, Any]) -> Program:
+    program = space.program(chosen, 0)
+    assert program is not None, "a space with a command"
+    return program
