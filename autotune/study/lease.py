@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from autotune.study.processes import ProcessIdentity
@@ -37,11 +37,13 @@ class Lease:
     """Unix time."""
     released: bool = False
     """Given back unfinished (the sweep was stopped): free for anybody at once."""
+    holder: str = ""
+    """Which of the owner's open studies has it: so that one knows what it left behind when the storage failed."""
 
     @classmethod
-    def new(cls, attempt: int) -> Self:
+    def new(cls, attempt: int, holder: str = "") -> Self:
         """A lease of this process."""
-        return cls(attempt, ProcessIdentity.current(), time.time() + LEASE_SECONDS)
+        return cls(attempt, ProcessIdentity.current(), time.time() + LEASE_SECONDS, holder=holder)
 
     def renewed(self) -> Lease:
         """The same with a later expiry."""
@@ -57,15 +59,13 @@ class Lease:
 
     def encode(self) -> str:
         """As text, because storages differ in what structure they keep."""
-        return json.dumps(
-            {"attempt": self.attempt, "owner": self.owner.to_data(), "expires": self.expires, "released": self.released}
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Self:
         """The inverse of ``encode``."""
         data = json.loads(text)
-        return cls(data["attempt"], ProcessIdentity(**data["owner"]), data["expires"], data["released"])
+        return cls(**{**data, "owner": ProcessIdentity(**data["owner"])})
 
 
 def lease_key(attempt: int) -> str:

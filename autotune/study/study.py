@@ -12,6 +12,7 @@ import math
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -140,6 +141,7 @@ class Study:
         self._guesses = {space.candidate(guess).key: guess for guess in file.guesses}
         self._lock = threading.RLock()
         self._leases: dict[int, Lease] = {}
+        self._holder = uuid.uuid4().hex
         self._keeper = LeaseKeeper(self._renew)
         self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
         self._num_rejected = 0
@@ -252,9 +254,9 @@ class Study:
             try:
                 self._finish(assignment, self.space.completed(outcome, assignment.config))
             except UpdateFinishedTrialError:
-                return False
-            finally:
                 self._let_go(assignment.number)
+                return False
+            self._let_go(assignment.number)  # not when the storage fails: the same call is made again then
             return True
 
     def _finish(self, assignment: Assignment, outcome: Outcome) -> None:
@@ -276,8 +278,7 @@ class Study:
         with self._lock:
             if self._still_ours(assignment):
                 lease = self._leases[assignment.number]
-                released = Lease(lease.attempt, lease.owner, lease.expires, released=True)
-                self._table.write_lease(assignment.number, released)
+                self._table.write_lease(assignment.number, replace(lease, released=True))
             self._let_go(assignment.number)
 
     def retry(self, assignment: Assignment) -> Assignment:
@@ -398,7 +399,7 @@ class Study:
             share, cost = fidelity.share(growth.rung), fidelity.cost(growth.rung)
             record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost)
             parameters = trials[growth.of].params
-            number = self._table.create(Lease.new(1), record=record, parameters=parameters)
+            number = self._table.create(self._new_lease(1), record=record, parameters=parameters)
             trials = self._table.all()
             is_first = all(record_of(other) != record for other in trials[:number])
             if is_first and self._left(trials[:number]) >= cost - TOLERANCE:
@@ -413,11 +414,12 @@ class Study:
 
     def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
-        number = self._table.create(Lease.new(1))
-        chosen = self._next_guess(self._table.all()[:number])
-        if chosen is None:
-            sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
-            chosen = sampler.propose(self._state(number))
+        guess = self._next_guess(self._table.all())
+        if guess is not None:  # known to all from the first moment: others may be about to choose the same
+            return self._table.create(self._new_lease(1), parameters=guess), guess
+        number = self._table.create(self._new_lease(1))
+        sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
+        chosen = sampler.propose(self._state(number))
         if chosen is None:
             self._reject(number, Record("surplus"))
             return None
@@ -514,7 +516,7 @@ class Study:
 
         if num_repeats(trials) >= count:
             return None
-        number = self._table.create(Lease.new(1), record=record, parameters=original.params)
+        number = self._table.create(self._new_lease(1), record=record, parameters=original.params)
         if num_repeats(self._table.all()[:number]) >= count:  # another driver was first
             self._reject(number, Record("surplus"))
             return None
@@ -528,7 +530,8 @@ class Study:
             if trial.state != TrialState.RUNNING or trial.number in self._leases:
                 continue
             lease = lease_of(trial, self._table.all())
-            if lease is None or not lease.has_lapsed():
+            is_left_behind = lease is not None and lease.holder == self._holder  # the storage failed while we asked
+            if lease is None or not (lease.has_lapsed() or is_left_behind):
                 continue
             record = record_of(trial)
             if record is None:
@@ -545,7 +548,7 @@ class Study:
     def _claim(self, number: int, attempt: int) -> bool:
         """Claim an attempt; of all who do, the one whose claim has the lowest number wins."""
         claim = Record("claim", of=number)
-        lease = Lease.new(attempt)
+        lease = self._new_lease(attempt)
         own = self._table.create(lease, record=claim, state=TrialState.FAIL)
         key = lease_key(attempt)
         trials = self._table.all()
@@ -619,11 +622,14 @@ class Study:
 
     def _hold(self, assignment: Assignment, attempt: int) -> Assignment:
         """Take the lease of an attempt and renew it from now on."""
-        lease = Lease.new(attempt)
+        lease = self._new_lease(attempt)
         self._table.write_lease(assignment.number, lease)
         self._leases[assignment.number] = lease
         self._keeper.hold(assignment.number, lease)
         return replace(assignment, attempt=attempt)
+
+    def _new_lease(self, attempt: int) -> Lease:
+        return Lease.new(attempt, self._holder)
 
     def _let_go(self, number: int) -> None:
         self._keeper.drop(number)
