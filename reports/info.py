@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autotune.apply.program import is_program_study
 from autotune.apply.select import (
     EXTREMES,
     comparable_trials,
@@ -29,8 +30,11 @@ from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, OutcomeKind
 from engine.units import GIB, format_count
 
-STATUSES = ("knee", "front", "dominated", "infeasible", "repeat", *FAILURE_KINDS, "incomplete", "running", "waiting")
-"""What a trial is in a report, in the order of the legend: its place beside the front, or why it has none."""
+STATUSES = (
+    "knee", "front", "dominated", "infeasible", "repeat", "partial", *FAILURE_KINDS, "incomplete", "running", "waiting",
+)  # fmt: skip
+"""What a trial is in a report, in the order of the legend: its place beside the front, or why it has none. ``partial``:
+it was trained on a part of its tokens, to see whether it is worth more."""
 
 ADVICE: dict[OutcomeKind, str] = {
     "oom": "A search for memory has to find the limit. If most trials end so: lower the largest micro-batch, or add"
@@ -68,7 +72,7 @@ class Axis(NamedTuple):
     @property
     def title(self) -> str:
         """Label with unit."""
-        return f"{self.label} ({self.unit})"
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 class PointGroup(NamedTuple):
@@ -207,6 +211,8 @@ def get_statuses(snapshot: StudySnapshot) -> dict[int, str]:
             status = "incomplete"
         elif trial.repeat_of is not None:
             status = "repeat"
+        elif trial.share < 1:
+            status = "partial"
         elif not trial.feasible:
             status = "infeasible"
         elif knee is not None and trial.number == knee.number:
@@ -306,7 +312,9 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
     """One row per trial: status, plan, objectives, searched values, time and what went wrong."""
     names = searched_parameters(snapshot.trials)
     axes = get_axes(snapshot)
-    columns = [Column("trial", "Trial", True), Column("status", "Status", False), Column("plan", "Plan", False)]
+    has_plans = not is_program_study(snapshot)
+    columns = [Column("trial", "Trial", True), Column("status", "Status", False)]
+    columns += [Column("plan", "Plan", False)] if has_plans else []
     columns += [Column(axis.name, axis.title, True, axis.decimals) for axis in axes]
     forecast = [axis for axis in axes if any(axis.name in trial.forecast for trial in snapshot.trials)]
     columns += [Column(f"estimated_{a.name}", f"Estimated {a.title.lower()}", True, a.decimals) for a in forecast]
@@ -317,7 +325,7 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
     statuses = get_statuses(snapshot)
     rows = []
     for trial in snapshot.trials:
-        row: list[Scalar] = [trial.number, statuses[trial.number], trial.plan]
+        row: list[Scalar] = [trial.number, statuses[trial.number], *([trial.plan] if has_plans else [])]
         for axis in axes:
             value = None if trial.values is None else trial.values[axis.name] / axis.scale
             row.append(significant(value, SIGNIFICANT_DIGITS + 1))  # one more than shown, so that rounding is right
@@ -340,18 +348,20 @@ def get_summary(snapshot: StudySnapshot) -> SummaryInfo:
     if knee is not None:
         title = "Recommended: the knee" if len(front) > 1 else "Recommended"
         choices.append(_choice(snapshot, title, knee, "knee"))
-        for how, objective_name in EXTREMES.items():
-            for objective in snapshot.objectives:
-                if objective.name == objective_name and len(front) > 1:
-                    trial = extreme_trial(objective, snapshot, front)
-                    title = "The best loss" if how == "best" else f"The {how}"
-                    choices.append(_choice(snapshot, title, trial, how))
+        words = {name: how for how, name in EXTREMES.items()}
+        ordered_names = [*EXTREMES.values(), *(o.name for o in snapshot.objectives if o.name not in words)]
+        for objective in sorted(snapshot.objectives, key=lambda objective: ordered_names.index(objective.name)):
+            if len(front) > 1:
+                how = words.get(objective.name, objective.name)
+                title = {"best": "The best loss", objective.name: f"The best {objective.label}"}.get(how, f"The {how}")
+                choices.append(_choice(snapshot, title, extreme_trial(objective, snapshot, front), how))
     return SummaryInfo(ordered, len(snapshot.trials), len(front), tuple(choices), _empty_reason(snapshot, front))
 
 
 def apply_command(snapshot: StudySnapshot, pick: str | int) -> str:
     """What to type to get the run file of a trial."""
-    command = ["autotune", "apply", snapshot.name, "--pick", str(pick), "-o", "run.yaml"]
+    output = "best.yaml" if is_program_study(snapshot) else "run.yaml"
+    command = ["autotune", "apply", snapshot.name, "--pick", str(pick), "-o", output]
     runs = runs_folder(snapshot)
     if runs != DEFAULT_RUNS:
         command += ["--runs-dir", str(runs)]
@@ -489,6 +499,8 @@ def _is_number(value: Scalar) -> bool:
 
 def _detail(trial: TrialRow) -> str:
     parts = [] if trial.repeat_of is None else [f"repeats trial {trial.repeat_of}"]
+    parts += [] if trial.continues is None else [f"continues trial {trial.continues}"]
+    parts += [f"{100 * trial.share:.3g} % of a training"] if trial.share < 1 else []
     parts += [f"{trial.attempts} attempts"] if trial.attempts > 1 else []
     parts += [trial.outcome.detail] if trial.outcome is not None and trial.outcome.detail else []
     text = "; ".join(parts)

@@ -109,7 +109,8 @@ def pick(snapshot: StudySnapshot, how: str, bounds: Sequence[Objective] = ()) ->
 
     Args:
         snapshot: The study.
-        how: One of ``PICKS`` of the front, or a trial's number (also one off the front).
+        how: One of ``PICKS`` or the best of an objective by its name, of the front; or a trial's number (also one off
+            the front).
         bounds: Limits beside the study's own, as objectives with a bound; they need not be objectives of the study.
 
     Raises:
@@ -118,10 +119,12 @@ def pick(snapshot: StudySnapshot, how: str, bounds: Sequence[Objective] = ()) ->
     """
     if how.isascii() and how.isdigit():
         return _numbered(snapshot, int(how), bounds)
-    if how not in PICKS:
-        near = difflib.get_close_matches(how, PICKS, n=1)
+    own = {objective.name: objective for objective in snapshot.objectives}
+    if how not in PICKS and how not in own:
+        near = difflib.get_close_matches(how, [*PICKS, *own], n=1)
+        allowed = ", ".join([*PICKS, *(name for name in own if name not in EXTREMES.values())])
         raise UserError(
-            f"cannot pick {how!r}: allowed are {', '.join(PICKS)} and a trial's number",
+            f"cannot pick {how!r}: allowed are {allowed} and a trial's number",
             hint=f"did you mean {near[0]}?" if near else f"trials with a result: {_some_numbers(snapshot, 8)}",
         )
     front = front_trials(snapshot, bounds)
@@ -131,13 +134,13 @@ def pick(snapshot: StudySnapshot, how: str, bounds: Sequence[Objective] = ()) ->
         trial = knee_trial(snapshot, front)
         assert trial is not None, "a front has a knee"
         return trial
-    for objective in snapshot.objectives:
-        if objective.name == EXTREMES[how]:
-            return extreme_trial(objective, snapshot, front)
-    names = [objective.name for objective in snapshot.objectives]
-    possible = ["knee", *(word for word, name in EXTREMES.items() if name in names)]
+    name = EXTREMES.get(how, how)
+    if name in own:
+        return extreme_trial(own[name], snapshot, front)
+    words = {name: word for word, name in EXTREMES.items()}
+    possible = ["knee", *(words.get(name, name) for name in own)]
     raise UserError(
-        f"cannot pick the {how}: study {snapshot.name} did not optimise {EXTREMES[how]}, only {', '.join(names)}",
+        f"cannot pick the {how}: study {snapshot.name} did not optimise {name}, only {', '.join(own)}",
         hint=f"pick one of {', '.join(possible)}, or a trial by its number",
     )
 
@@ -157,6 +160,9 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
         "cheapest": f"It costs the least on the front of {size}.",
         "thriftiest": f"It uses the least energy on the front of {size}.",
     }
+    for objective in snapshot.objectives:
+        least = "highest" if objective.direction == "maximize" else "lowest"
+        reasons[objective.name] = f"It has the {least} {objective.label.lower()} on the front of {size}."
     if on_front and len(front) == 1:
         return [f"It is the whole front: no other candidate{within} is better in any objective."]
     lines = [reasons.get(how) or f"It was asked for by its number; it is {'' if on_front else 'not '}on the front."]
@@ -171,7 +177,7 @@ def explain(snapshot: StudySnapshot, trial: TrialRow, how: str, bounds: Sequence
 def least_violated(snapshot: StudySnapshot) -> Nearest | None:
     """The measured trial nearest to the study's bounds when none is within them; None when one is, or none was
     measured."""
-    measured = [trial for trial in snapshot.trials if trial.values is not None and trial.repeat_of is None]
+    measured = _candidates(snapshot)
     if not measured or any(trial.feasible for trial in measured):
         return None
     nearest = min(measured, key=lambda trial: (_excess(trial, snapshot.objectives), trial.number))
@@ -205,6 +211,12 @@ def _numbered(snapshot: StudySnapshot, number: int, bounds: Sequence[Objective])
         raise UserError(f"trial {number} failed ({trial.outcome.kind}){detail}", hint=other)
     if trial.values is None:
         raise UserError(f"trial {number} ended well, but not every objective was measured", hint=other)
+    if trial.share < 1:
+        later = next((row.number for row in snapshot.trials if row.continues == number), None)
+        raise UserError(
+            f"trial {number} was stopped after {100 * trial.share:.3g} % of its training",
+            hint=other if later is None else f"trial {later} continues it; {other}",
+        )
     if _excess(trial, bounds) > 0:
         raise UserError(
             f"trial {number} does not fit: {'; '.join(_violations(trial, bounds))}",
@@ -213,8 +225,13 @@ def _numbered(snapshot: StudySnapshot, number: int, bounds: Sequence[Objective])
     return trial
 
 
+def _candidates(snapshot: StudySnapshot) -> list[TrialRow]:
+    """Full trainings that were measured, within the bounds or not."""
+    return [row for row in snapshot.trials if row.values is not None and row.repeat_of is None and row.share == 1]
+
+
 def _nothing_fits(snapshot: StudySnapshot, bounds: Sequence[Objective]) -> UserError:
-    measured = [trial for trial in snapshot.trials if trial.values is not None and trial.repeat_of is None]
+    measured = _candidates(snapshot)
     if not measured:
         failures = Counter(t.outcome.kind for t in snapshot.trials if t.outcome is not None and t.outcome.kind != "ok")
         pending = sum(trial.outcome is None for trial in snapshot.trials)
@@ -268,7 +285,8 @@ def _bounds_text(bounds: Sequence[Objective]) -> str:
 def _some_numbers(snapshot: StudySnapshot, count: int) -> str:
     """Numbers of trials worth naming: those of the front first."""
     usable = [trial.number for trial in front_trials(snapshot)]
-    usable += [trial.number for trial in snapshot.trials if trial.values is not None and trial.number not in usable]
+    whole = [trial.number for trial in snapshot.trials if trial.values is not None and trial.share == 1]
+    usable += [number for number in whole if number not in usable]
     return ", ".join(map(str, usable[:count])) + (", ..." if len(usable) > count > 1 else "") or "none"
 
 

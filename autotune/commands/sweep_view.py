@@ -59,12 +59,13 @@ class SweepView:
         self._newest: list[tuple[int, str, Outcome]] = []
         self._failures: Counter[str] = Counter()
         self._best: dict[str, tuple[float, int]] = {}
-        self._seconds: list[float] = []
+        self._seconds: list[float] = []  # of a full training
         self._notes: list[str] = []
         self._num_finished = 0
+        self._spent = 0.0
         for row in snapshot.trials:
             if row.outcome is not None and row.repeat_of is None:
-                self._count(row.number, row.outcome)
+                self._count(row.number, row.outcome, row.share, row.cost)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -105,11 +106,11 @@ class SweepView:
             self._running.pop(assignment.number, None)
             self._newest = [*self._newest, (assignment.number, describe(assignment), outcome)][-NUM_ROWS:]
             if assignment.repeat_of is None:
-                self._count(assignment.number, outcome)
+                self._count(assignment.number, outcome, assignment.share, assignment.cost)
             if outcome.wall_seconds is not None:
-                self._seconds.append(outcome.wall_seconds)
+                self._seconds.append(outcome.wall_seconds / assignment.cost)
             total = f"/{self._num_trials}" if self._num_trials is not None else ""
-            place = f"[{self._num_finished}{total}]" if assignment.repeat_of is None else "[repeat]"
+            place = f"[{self._spent:.4g}{total}]" if assignment.repeat_of is None else "[repeat]"
             has_doubled = self._num_finished.bit_count() == 1  # 1, 2, 4, 8 ...
         values = self._values_text(outcome)
         if has_doubled:
@@ -130,11 +131,14 @@ class SweepView:
         if not self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _count(self, number: int, outcome: Outcome) -> None:
+    def _count(self, number: int, outcome: Outcome, share: float, cost: float) -> None:
         self._num_finished += 1
+        self._spent += cost
         values = measured_values(outcome, self._objectives)
         if values is None:
             self._failures[outcome.kind if outcome.kind != "ok" else "not measured"] += 1
+        elif share < 1:
+            return  # its loss is not that of a full training
         elif is_feasible(values, self._objectives):
             for objective in self._objectives:
                 self._note_best(objective, values[objective.name], number)
@@ -181,9 +185,13 @@ class SweepView:
 
     def _headline(self, now: float) -> Text:
         total = f" of {self._num_trials}" if self._num_trials is not None else ""
-        parts = [f"{self._num_finished}{total} trials", f"{format_duration(now - self._start)} so far"]
+        if self._num_finished == self._spent:
+            parts = [f"{self._num_finished}{total} trials"]
+        else:
+            parts = [f"{self._spent:.4g}{total} full trainings in {self._num_finished} parts"]
+        parts.append(f"{format_duration(now - self._start)} so far")
         if self._num_trials is not None and self._seconds:
-            left = max(0, self._num_trials - self._num_finished)
+            left = max(0, self._num_trials - self._spent)
             parts.append(f"about {format_duration(left * median(self._seconds) / self._num_workers)} left")
         if self._failures:
             failures = ", ".join(f"{count} {kind}" for kind, count in sorted(self._failures.items()))
@@ -201,7 +209,11 @@ class SweepView:
 def describe(assignment: Assignment) -> str:
     """A candidate in one line: its plan and the hyperparameters that were searched."""
     text = " ".join([assignment.label, *hyperparameter_texts(assignment.parameters)])
-    return text if assignment.repeat_of is None else f"repeats {assignment.repeat_of}: {text}"
+    if assignment.repeat_of is not None:
+        return f"repeats {assignment.repeat_of}: {text}"
+    if assignment.continues is not None:
+        text = f"continues {assignment.continues}: {text}"
+    return text if assignment.share == 1 else f"{text} to {100 * assignment.share:.3g} %"
 
 
 def hyperparameter_texts(parameters: Mapping[str, Scalar]) -> list[str]:

@@ -29,6 +29,7 @@ CHANCE = ("infra", "interrupted")
 """Failures that say nothing of the candidate."""
 PRIOR_WEIGHT = 4.0
 """The law's own uncertainty counts as much as so many candidates that went on."""
+SLOPE = 1.0
 SLOPE_SD = 0.3
 """The fall that the law forecasts is right within so much of itself, before any candidate went on."""
 SPREAD_RATIO = 0.3
@@ -166,7 +167,7 @@ class _Change:
         )
         known = rows[:, 1] + centre if pairs else fell
         noise = np.array([max(laws[row].sd, 1e-12) for row in pairs])
-        start, scale = np.array([centre, 1.0]), 1.0
+        start, scale = np.array([centre, SLOPE]), 1.0
         weights, covariance = start, np.linalg.inv(prior)
         for _ in range(3 if pairs else 0):
             precision = prior + (rows.T / (scale * noise**2)) @ rows

@@ -153,6 +153,7 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 seconds=outcome.wall_seconds if outcome is not None else None,
                 repeat_of=record.of if record.role == "repeat" else None,
                 share=record.share,
+                cost=record.cost,
                 continues=record.of if record.role == "growth" else None,
                 folder=trial_folder(folder, trial.number),
                 forecast={name: Forecasted(*values) for name, values in record.forecast.items()},
@@ -221,6 +222,7 @@ def observations_of(trials: Sequence[FrozenTrial], objectives: Sequence[Objectiv
                 rung=record.rung,
                 continues=record.of if record.role == "growth" else None,
                 curve=curve_of(trial),
+                key=record.key,
             )
         )
     return observations

@@ -39,6 +39,8 @@ class TrialRow:
     """The trial this one repeats with another seed."""
     share: float = 1.0
     """Share of the full training that was done."""
+    cost: float = 1.0
+    """What it uses of the budget, in full trainings."""
     continues: int | None = None
     """The trial that trained its candidate before."""
     folder: Path | None = None

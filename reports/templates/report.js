@@ -6,7 +6,7 @@
 
   /* ------------------------------------------------------------------ commands and copying */
 
-  const hasResult = (row) => ["knee", "front", "dominated", "infeasible", "repeat"].includes(row[columnIndex.status]);
+  const hasResult = (row) => ["knee", "front", "dominated", "infeasible", "repeat", "partial"].includes(row[columnIndex.status]);
   const commandOf = (row) => data.command[0] + row[columnIndex.trial] + data.command[1];
 
   async function copyText(text) {
@@ -163,7 +163,8 @@
 
   function hoverText(number) {
     const row = rowsByTrial.get(number);
-    const lines = [`<b>Trial ${number}</b> ${escaped(clipped(String(row[columnIndex.plan])))}`];
+    const plan = columnIndex.plan === undefined ? "" : String(row[columnIndex.plan]);
+    const lines = [`<b>Trial ${number}</b> ${escaped(clipped(plan))}`];
     data.columns.forEach((column, index) => {
       if (["trial", "status", "plan", "detail"].includes(column.key) || row[index] === null) return;
       lines.push(`${escaped(clipped(column.label))}: ${escaped(clipped(shown(column, row[index])))}`);

@@ -1,0 +1,240 @@
+"""Trials that grow: a candidate goes on from its checkpoint under a new number, once, within the budget."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.apply.select import front_trials, pick
+from autotune.study.assignment import Assignment
+from autotune.study.growth import CHECKPOINTS_FOLDER
+from autotune.study.record import record_of
+from autotune.study.runner import run_trial
+from autotune.study.study import Nothing, Study
+from engine.config import RunConfig
+from engine.errors import UserError
+from engine.outcome import Outcome, write_outcome
+from engine.telemetry import StepRecord, TelemetryWriter
+from reports.info import get_statuses
+
+OpenStudy = Callable[..., Study]
+
+RUNGS = "fidelity={rungs: [0.25, 1], eta: 2}"
+
+
+def trained(study: Study, assignment: Assignment, loss: float | None = None) -> None:
+    """Train an assignment in no time: telemetry, a checkpoint where it stops early, an outcome."""
+    config = assignment.config
+    assert config is not None
+    rate = config.hyperparameters.learning_rate
+    final = 2.0 + abs(rate - 1e-3) * 100 if loss is None else loss
+    checkpoints = assignment.folder / CHECKPOINTS_FOLDER
+    begun = int(next(checkpoints.glob("step-*")).name[5:]) if checkpoints.exists() else 0
+    end = config.runtime.stop_after_steps or config.num_steps
+    writer = TelemetryWriter(assignment.folder)
+    for step in range(begun + 1, end + 1):
+        write_step(writer, config, step, final + (step / config.num_steps) ** -0.5 - 1)
+    writer.flush()
+    if end < config.num_steps:
+        (checkpoints / f"step-{end}").mkdir(parents=True, exist_ok=True)
+    told = final + (end / config.num_steps) ** -0.5 - 1
+    outcome = Outcome(kind="ok", tokens_per_second=100.0, held_out_loss=told, corpus_hash="text", num_steps=end)
+    write_outcome(assignment.folder, outcome)
+    assert study.tell(assignment, outcome)
+
+
+def write_step(writer: TelemetryWriter, config: RunConfig, step: int, loss: float) -> None:
+    writer.write(
+        StepRecord(
+            time=float(step),
+            step=step,
+            tokens=step * config.tokens_per_step,
+            loss=loss,
+            learning_rate=1e-3,
+            learning_rate_scale=1.0,
+            grad_norm=1.0,
+            step_seconds=0.1,
+            data_seconds=0.0,
+            compute_seconds=0.1,
+            optimizer_seconds=0.0,
+        )
+    )
+
+
+def asked(study: Study) -> Assignment:
+    assignment = study.ask()
+    assert isinstance(assignment, Assignment)
+    assignment.folder.mkdir(parents=True, exist_ok=True)
+    return assignment
+
+
+def worked(study: Study) -> list[Assignment]:
+    """Everything that the study hands out, trained."""
+    done = []
+    while isinstance(assignment := study.ask(), Assignment):
+        assignment.folder.mkdir(parents=True, exist_ok=True)
+        trained(study, assignment)
+        done.append(assignment)
+    assert assignment in (Nothing.DONE, Nothing.EXHAUSTED)
+    return done
+
+
+@pytest.mark.unit
+def test_the_budget_counts_full_trainings_and_the_best_grow(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=6, sampler="random")
+    done = worked(study)
+    assert sum(assignment.cost for assignment in done) <= 6 + 1e-9
+    begun = [a for a in done if a.continues is None]
+    grown = [a for a in done if a.continues is not None]
+    assert len(begun) > 6, "more candidates than full trainings"
+    assert all(a.share == 0.25 for a in begun)
+    assert all(a.share == 1.0 for a in grown)
+    rows = {row.number: row for row in study.snapshot().trials}
+    losses = sorted((rows[a.number].values or {})["quality"] for a in begun)
+    best = min(grown, key=lambda a: (rows[a.continues].values or {})["quality"])  # type: ignore[index]
+    assert (rows[best.continues].values or {})["quality"] == losses[0]  # type: ignore[index]
+
+
+@pytest.mark.unit
+def test_a_growth_continues_the_same_run_from_its_checkpoint(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=4, sampler="random")
+    by_number: dict[int, Assignment] = {}
+    for assignment in worked(study):
+        by_number[assignment.number] = assignment
+        if assignment.continues is None:
+            continue
+        before = by_number[assignment.continues]
+        assert assignment.seed == before.seed
+        assert assignment.config is not None
+        assert before.config is not None
+        assert before.config.runtime.stop_after_steps == round(0.25 * before.config.num_steps)
+        assert assignment.config.runtime.stop_after_steps is None
+        assert not (before.folder / CHECKPOINTS_FOLDER).exists(), "moved on"
+        assert not (assignment.folder / CHECKPOINTS_FOLDER).exists(), "nothing will continue a full training"
+        same = ("model", "hyperparameters", "workload", "plan")
+        assert all(getattr(assignment.config, name) == getattr(before.config, name) for name in same)
+    assert any(a.continues is not None for a in by_number.values())
+
+
+@pytest.mark.unit
+def test_only_full_trainings_are_chosen_from(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=4, sampler="random")
+    worked(study)
+    snapshot = study.snapshot()
+    assert {row.share for row in front_trials(snapshot)} == {1.0}
+    part = next(row for row in snapshot.trials if row.share < 1)
+    assert get_statuses(snapshot)[part.number] == "partial"
+    with pytest.raises(UserError, match="25 % of its training"):
+        pick(snapshot, str(part.number))
+    # Who reads the storage with Optuna's own tools sees them as infeasible.
+    best = study._table._study.best_trials
+    assert {trial.number for trial in best} <= {row.number for row in snapshot.trials if row.share == 1}
+
+
+@pytest.mark.unit
+def test_a_growth_whose_driver_died_is_taken_over_with_its_checkpoint(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=3, sampler="random")
+    while (assignment := asked(study)).continues is None:
+        trained(study, assignment)
+    assert (assignment.folder / CHECKPOINTS_FOLDER).exists()
+    study.release(assignment)
+    again = open_study("s", RUNGS, num_trials=3, sampler="random")
+    taken = asked(again)
+    assert (taken.number, taken.attempt, taken.continues) == (assignment.number, 2, assignment.continues)
+    assert (taken.folder / CHECKPOINTS_FOLDER).exists()
+    trained(again, taken)
+
+
+@pytest.mark.unit
+def test_a_lost_checkpoint_begins_the_training_anew(open_study: OpenStudy, tmp_path: Path) -> None:
+    study = open_study("s", RUNGS, num_trials=3, sampler="random")
+    while True:
+        assignment = asked(study)
+        if assignment.continues is not None:
+            break
+        trained(study, assignment)
+        for checkpoint in (assignment.folder / CHECKPOINTS_FOLDER).iterdir():
+            checkpoint.rmdir()
+        (assignment.folder / CHECKPOINTS_FOLDER).rmdir()
+    assert not (assignment.folder / CHECKPOINTS_FOLDER).exists()
+    trained(study, assignment)
+
+
+@pytest.mark.unit
+def test_several_drivers_grow_a_candidate_once(open_study: OpenStudy) -> None:
+    one, two = (open_study("s", RUNGS, num_trials=8, sampler="random") for _ in range(2))
+    cost = 0.0
+    busy: list[tuple[Study, Assignment]] = []
+    ended = 0
+    while ended < 2 or busy:
+        ended = 0
+        for study in (one, two):
+            handed = study.ask()
+            if isinstance(handed, Assignment):
+                handed.folder.mkdir(parents=True, exist_ok=True)
+                busy.append((study, handed))
+                cost += handed.cost
+            ended += not isinstance(handed, Assignment)
+        if len(busy) > 1 or ended:
+            for study, assignment in busy:
+                trained(study, assignment)
+            busy.clear()
+    continued = [r.of for t in one._table.all() if (r := record_of(t)) is not None and r.role == "growth"]
+    assert len(continued) == len(set(continued)) > 0
+    assert cost <= 8 + 1e-9
+
+
+@pytest.mark.unit
+def test_a_diverged_candidate_does_not_grow(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=3, sampler="random")
+    bad = asked(study)
+    study.tell(bad, Outcome(kind="diverged", detail="loss 9"))
+    assert all(assignment.continues != bad.number for assignment in worked(study))
+
+
+@pytest.mark.unit
+def test_repeats_are_full_trainings(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=3, sampler="random")
+    worked(study)
+    number = pick(study.snapshot(), "knee").number
+    study.plan_repeats(number, 1)
+    repeat = asked(study)
+    assert (repeat.repeat_of, repeat.share) == (number, 1.0)
+    assert repeat.config is not None
+    assert repeat.config.runtime.stop_after_steps is None
+
+
+@pytest.mark.unit
+def test_a_proxy_is_narrower_and_the_model_begins_anew(open_study: OpenStudy) -> None:
+    study = open_study("s", "fidelity={rungs: [0.5, 1], widths: [0.5, 1], eta: 2}", num_trials=3, sampler="random")
+    done = worked(study)
+    narrow = next(a for a in done if a.continues is None)
+    whole = next(a for a in done if a.continues is not None)
+    assert narrow.config is not None
+    assert whole.config is not None
+    assert narrow.config.model.hidden_size == whole.config.model.hidden_size // 2
+    assert narrow.config.hyperparameters.parametrization == "mup"
+    assert whole.config.hyperparameters.parametrization == "standard"
+    assert (narrow.share, narrow.cost, whole.cost) == (0.125, 0.125, 1.0)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_training_in_two_parts_equals_one_without_a_break(open_study: OpenStudy, tmp_path: Path) -> None:
+    changes = ("workload.total_tokens=8192", "workload.sequence_length=64", "evaluation.max_tokens=2048")
+    study = open_study("s", "fidelity={rungs: [0.5, 1], eta: 2}", *changes, num_trials=1, sampler="random")
+    results: dict[str, Any] = {}
+    for part in ("first", "second"):
+        assignment = asked(study)
+        assert assignment.config is not None
+        outcome = run_trial(assignment.config, assignment.folder, limits=study.space.limits)
+        assert outcome.kind == "ok", outcome.detail
+        assert study.tell(assignment, outcome)
+        results[part] = assignment, outcome
+    assert study.ask() is Nothing.DONE
+    assignment, outcome = results["second"]
+    assert "resumed at step" in (assignment.folder / "stdout.log").read_text()
+    whole = run_trial(assignment.config, tmp_path / "whole", limits=study.space.limits)
+    assert whole.held_out_loss == outcome.held_out_loss
+    assert results["first"][1].num_steps * 2 == outcome.num_steps == whole.num_steps
