@@ -117,8 +117,6 @@ def _check_names(given: Iterable[str], known: set[str], where: str) -> None:
 def _with_mesh(given: Mapping[str, Any], known: Mapping[str, Any], mesh: Dimension, where: str) -> dict[str, Any]:
     """Parallel degrees as the one word that stands for them."""
     names = {f"plan.{key}": key for key in MESH_FIELDS}
-    if not names.keys() & given.keys():
-        return dict(given)
     degrees = {key: given.get(name, known[name]) for name, key in names.items()}
     word = mesh_word(degrees)
     if not mesh.contains(word):

@@ -12,7 +12,6 @@ import math
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,7 +45,7 @@ from autotune.study.growth import (
     num_spent,
     run_at,
 )
-from autotune.study.lease import Lease, LeaseKeeper, lease_key
+from autotune.study.holding import Holding
 from autotune.study.record import (
     Record,
     lease_of,
@@ -140,9 +139,7 @@ class Study:
         self._table = TrialTable(storage, file.name, space)
         self._guesses = {space.candidate(guess).key: guess for guess in file.guesses}
         self._lock = threading.RLock()
-        self._leases: dict[int, Lease] = {}
-        self._holder = uuid.uuid4().hex
-        self._keeper = LeaseKeeper(self._renew)
+        self._held = Holding(self._table, self._lock)
         self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
         self._num_rejected = 0
         self._is_exhausted = False
@@ -220,7 +217,7 @@ class Study:
 
     def close(self) -> None:
         """Let go of the study. Trials of ours that have no outcome are free for the next driver."""
-        self._keeper.close()
+        self._held.close()
         self._alive.close()
 
     def ask(self) -> Assignment | Nothing:
@@ -242,7 +239,7 @@ class Study:
             CorpusChanged: The run used another text than the study; its outcome is not recorded.
         """
         with self._lock:
-            if not self._still_ours(assignment):
+            if not self._held.is_ours(assignment.number, assignment.attempt):
                 return False
             if outcome.kind == "ok" and outcome.corpus_hash is not None:
                 try:
@@ -254,9 +251,9 @@ class Study:
             try:
                 self._finish(assignment, self.space.completed(outcome, assignment.config))
             except UpdateFinishedTrialError:
-                self._let_go(assignment.number)
+                self._held.drop(assignment.number)
                 return False
-            self._let_go(assignment.number)  # not when the storage fails: the same call is made again then
+            self._held.drop(assignment.number)  # not when the storage fails: the same call is made again then
             return True
 
     def _finish(self, assignment: Assignment, outcome: Outcome) -> None:
@@ -276,10 +273,9 @@ class Study:
     def release(self, assignment: Assignment) -> None:
         """Give an unfinished trial back, for whoever asks next."""
         with self._lock:
-            if self._still_ours(assignment):
-                lease = self._leases[assignment.number]
-                self._table.write_lease(assignment.number, replace(lease, released=True))
-            self._let_go(assignment.number)
+            if self._held.is_ours(assignment.number, assignment.attempt):
+                self._held.release(assignment.number)
+            self._held.drop(assignment.number)
 
     def retry(self, assignment: Assignment) -> Assignment:
         """The same trial for one more attempt, still ours (after a fault of the machine)."""
@@ -305,7 +301,7 @@ class Study:
 
     def is_lost(self, number: int) -> bool:
         """Whether another driver took a trial of ours over, because it could not see us for too long."""
-        return self._keeper.is_lost(number)
+        return self._held.is_lost(number)
 
     def plan_repeats(self, number: int, count: int) -> None:
         """Have ``ask`` hand out repeats of a trial with other seeds, until the study has ``count`` of them, and nothing
@@ -399,7 +395,7 @@ class Study:
             share, cost = fidelity.share(growth.rung), fidelity.cost(growth.rung)
             record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost)
             parameters = trials[growth.of].params
-            number = self._table.create(self._new_lease(1), record=record, parameters=parameters)
+            number = self._table.create(self._held.new_lease(1), record=record, parameters=parameters)
             trials = self._table.all()
             is_first = all(record_of(other) != record for other in trials[:number])
             if is_first and self._left(trials[:number]) >= cost - TOLERANCE:
@@ -416,8 +412,8 @@ class Study:
         """A fresh number with chosen values; None when the space is used up."""
         guess = self._next_guess(self._table.all())
         if guess is not None:  # known to all from the first moment: others may be about to choose the same
-            return self._table.create(self._new_lease(1), parameters=guess), guess
-        number = self._table.create(self._new_lease(1))
+            return self._table.create(self._held.new_lease(1), parameters=guess), guess
+        number = self._table.create(self._held.new_lease(1))
         sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
         chosen = sampler.propose(self._state(number))
         if chosen is None:
@@ -464,17 +460,10 @@ class Study:
         if not is_guess and self._forecast and candidate.run and (rule := self._forecast.refusal(candidate.run)):
             self._reject(number, Record("refused", rule=rule))
             return None
-        trials = self._table.all()
-        for other in trials[:number]:
-            record = record_of(other)
-            if record is None:  # still being chosen by another driver, perhaps as the same uniform draw
-                is_known = other.state == TrialState.RUNNING and other.params == chosen
-            else:
-                is_known = record.role == "trial" and record.key == key
-            if is_known:
-                self._reject(number, Record("cached", key=key, of=other.number))
-                return None
-        if not self._may_begin(trials[:number]):
+        if (twin := self._table.twin_of(number, key, chosen)) is not None:
+            self._reject(number, Record("cached", key=key, of=twin))
+            return None
+        if not self._may_begin(self._table.all()[:number]):
             self._reject(number, Record("surplus", key=key))
             return None
         self._num_rejected = 0
@@ -516,7 +505,7 @@ class Study:
 
         if num_repeats(trials) >= count:
             return None
-        number = self._table.create(self._new_lease(1), record=record, parameters=original.params)
+        number = self._table.create(self._held.new_lease(1), record=record, parameters=original.params)
         if num_repeats(self._table.all()[:number]) >= count:  # another driver was first
             self._reject(number, Record("surplus"))
             return None
@@ -527,11 +516,10 @@ class Study:
     def _take_over(self) -> Assignment | None:
         """An interrupted trial to run again; those that only lack their telling are told on the way."""
         for trial in self._table.all():
-            if trial.state != TrialState.RUNNING or trial.number in self._leases:
+            if trial.state != TrialState.RUNNING or trial.number in self._held.leases:
                 continue
             lease = lease_of(trial, self._table.all())
-            is_left_behind = lease is not None and lease.holder == self._holder  # the storage failed while we asked
-            if lease is None or not (lease.has_lapsed() or is_left_behind):
+            if lease is None or not self._held.is_free(lease):
                 continue
             record = record_of(trial)
             if record is None:
@@ -539,22 +527,11 @@ class Study:
                 self._table.dismiss(trial.number)
             elif record.role not in ("trial", "growth", "repeat"):
                 self._close_rejected(trial.number, record)
-            elif self._claim(trial.number, lease.attempt + 1):
+            elif self._held.claim(trial.number, lease.attempt + 1):
                 assignment = self._again(trial, lease.attempt + 1)
                 if assignment is not None:
                     return assignment
         return None
-
-    def _claim(self, number: int, attempt: int) -> bool:
-        """Claim an attempt; of all who do, the one whose claim has the lowest number wins."""
-        claim = Record("claim", of=number)
-        lease = self._new_lease(attempt)
-        own = self._table.create(lease, record=claim, state=TrialState.FAIL)
-        key = lease_key(attempt)
-        trials = self._table.all()
-        if trials[number].state.is_finished() or key in trials[number].user_attrs:
-            return False
-        return not any(record_of(other) == claim and key in other.user_attrs for other in trials[number:own])
 
     def _again(self, trial: FrozenTrial, attempt: int) -> Assignment | None:
         candidate = self.space.candidate(trial.params)
@@ -622,34 +599,8 @@ class Study:
 
     def _hold(self, assignment: Assignment, attempt: int) -> Assignment:
         """Take the lease of an attempt and renew it from now on."""
-        lease = self._new_lease(attempt)
-        self._table.write_lease(assignment.number, lease)
-        self._leases[assignment.number] = lease
-        self._keeper.hold(assignment.number, lease)
+        self._held.take(assignment.number, attempt)
         return replace(assignment, attempt=attempt)
-
-    def _new_lease(self, attempt: int) -> Lease:
-        return Lease.new(attempt, self._holder)
-
-    def _let_go(self, number: int) -> None:
-        self._keeper.drop(number)
-        self._leases.pop(number, None)
-
-    def _still_ours(self, assignment: Assignment) -> bool:
-        trials = self._table.all()
-        lease = lease_of(trials[assignment.number], trials)
-        return lease is not None and lease.attempt == assignment.attempt and assignment.number in self._leases
-
-    def _renew(self, number: int, lease: Lease) -> bool:
-        with self._lock:
-            if number not in self._leases:  # told or released meanwhile
-                return True
-            trials = self._table.all()
-            current = lease_of(trials[number], trials)
-            if current is None or current.attempt != lease.attempt or trials[number].state.is_finished():
-                return False
-            self._table.write_lease(number, lease)
-            return True
 
 
 def load_snapshot(folder: Path) -> StudySnapshot:

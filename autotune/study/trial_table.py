@@ -4,6 +4,7 @@ again after a kill."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,17 @@ from autotune.search.optuna_samplers import distribution_of
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 from autotune.study.lease import Lease, lease_key
-from autotune.study.record import CORPUS_KEY, CURVE_KEY, OUTCOME_KEY, RECORD_KEY, SEARCH_KEY, Record, measured_values
+from autotune.study.record import (
+    CORPUS_KEY,
+    CURVE_KEY,
+    OUTCOME_KEY,
+    RECORD_KEY,
+    SEARCH_KEY,
+    Record,
+    lease_of,
+    measured_values,
+    record_of,
+)
 from engine.outcome import Outcome
 
 FAILED_VALUES = {"speed": 0.0, "memory": float(2**50), "quality": 100.0}
@@ -25,6 +36,8 @@ FAILED_VALUE = 1e30
 """Stored where nothing was measured: finite, and worse than anything real (negated where more is better). A constraint
 goes with them."""
 FAILED_CONSTRAINT = "failed"
+DECISION_SECONDS = 0.02
+"""Between looks at what another driver decides."""
 PARTIAL_CONSTRAINT = "partial"
 """Of a part of a training: its loss must not pass for that of a whole one."""
 
@@ -124,6 +137,34 @@ class TrialTable:
     def dismiss(self, number: int) -> None:
         """Finish a number of which there is nothing to learn."""
         self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def twin_of(self, number: int, key: str, chosen: Mapping[str, Scalar]) -> int | None:
+        """Another number with the same candidate; None when it is new.
+
+        Several drivers may have chosen the same at once. Of two that are still being chosen the lower number goes on.
+        A higher one may have decided before this one's values could be seen, so that its decision is awaited.
+
+        Args:
+            number: A number with chosen values and no record yet.
+            key: The candidate's.
+            chosen: Its values.
+        """
+        while True:
+            trials = self.all()
+            is_unsure = False
+            for other in trials[:number] + trials[number + 1 :]:
+                record = record_of(other)
+                if record is not None:
+                    if record.role == "trial" and record.key == key:
+                        return other.number
+                elif other.state == TrialState.RUNNING and other.params == chosen:
+                    if other.number < number:
+                        return other.number
+                    lease = lease_of(other, trials)
+                    is_unsure |= lease is not None and not lease.has_lapsed()
+            if not is_unsure:
+                return None
+            time.sleep(DECISION_SECONDS)
 
     def search(self) -> dict[str, Any] | None:
         """Space and seed of the study as ``set_search`` kept them, None in a new one."""

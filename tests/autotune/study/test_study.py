@@ -45,10 +45,10 @@ def asked(study: Study) -> Assignment:
 
 def forget(study: Study) -> None:
     """What a killed driver leaves: its leases stay in the storage, with an owner that is gone."""
-    for number, lease in list(study._leases.items()):
+    for number, lease in list(study._held.leases.items()):
         gone = Lease(lease.attempt, lease.owner.__class__(lease.owner.machine, lease.owner.pid, -1.0), lease.expires)
         study._table.write_lease(number, gone)
-    study._leases.clear()
+    study._held.leases.clear()
     study.close()
 
 
@@ -246,7 +246,7 @@ def test_a_telling_that_was_cut_short_is_finished(open_study: OpenStudy, num_wri
 def test_a_driver_killed_while_choosing_costs_no_trial(open_study: OpenStudy) -> None:
     study = open_study(num_trials=2)
     number = study._table.create(Lease.new(1))
-    study._leases[number] = Lease.new(1)
+    study._held.leases[number] = Lease.new(1)
     forget(study)
     study = open_study(num_trials=2)
     for _ in range(2):
@@ -302,7 +302,7 @@ def test_a_late_owner_neither_crashes_nor_overwrites(open_study: OpenStudy) -> N
     """Its lease was taken over while it was stopped; when it goes on, the taker's outcome stays."""
     late = open_study(num_trials=1)
     assignment = asked(late)
-    lease = late._leases[assignment.number]
+    lease = late._held.leases[assignment.number]
     late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
     taker = open_study(num_trials=1)
     again = asked(taker)
