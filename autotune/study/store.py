@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import logging
 import os
@@ -177,7 +178,7 @@ def open_database(url: str) -> BaseStorage:
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
     logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
-        storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
+        storage = optuna.storages.RDBStorage(_with_driver(url), engine_kwargs=options)
         if url.startswith("sqlite"):
             _speed_up_sqlite(storage)
         return optuna.storages.get_storage(storage)  # finished trials are read once
@@ -189,7 +190,7 @@ def open_database(url: str) -> BaseStorage:
     except ImportError as error:
         raise UserError(
             f"the driver for {hide_password(url)} is not installed: {error}",
-            hint="for PostgreSQL: pip install psycopg2-binary",
+            hint="for PostgreSQL: pip install 'paretune[postgres]'",
         ) from None
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", error)).splitlines()[0]
@@ -198,6 +199,15 @@ def open_database(url: str) -> BaseStorage:
             hint="check that the database runs, that its folder or name exists, and its rights; passwords are not"
             " kept with a study: give it in --storage, or where the database's own tools look for it (PGPASSWORD)",
         ) from None
+
+
+def _with_driver(url: str) -> str:
+    """A PostgreSQL address with the driver that is installed: which one the bare word means differs by version."""
+    scheme, separator, rest = url.partition("://")
+    if scheme in ("postgresql", "postgres"):
+        drivers = [driver for driver in ("psycopg2", "psycopg") if importlib.util.find_spec(driver)]
+        scheme = f"postgresql+{drivers[0] if drivers else 'psycopg2'}"
+    return f"{scheme}{separator}{rest}"
 
 
 def _speed_up_sqlite(storage: optuna.storages.RDBStorage) -> None:
