@@ -23,13 +23,12 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.prior.predict import TaskPrior
-from autotune.search.fidelity import as_candidates, next_growth
+from autotune.search.fidelity import next_growth
 from autotune.search.forecast import Forecast
-from autotune.search.gain import Gain, expected_gain, is_enough
-from autotune.search.sampler import Sampler, SearchState, remarks_of
+from autotune.search.gain import Gain
+from autotune.search.sampler import Sampler
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.seeds import derive_seed
-from autotune.search.uniform import UniformSampler
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Candidate, Scalar, Space
 from autotune.space.training import TrainingSpace
@@ -46,11 +45,11 @@ from autotune.study.growth import (
     run_at,
 )
 from autotune.study.holding import Holding
+from autotune.study.proposing import Proposer
 from autotune.study.record import (
     Record,
     lease_of,
     measured_values,
-    observations_of,
     outcome_of,
     record_of,
     snapshot_of,
@@ -90,8 +89,6 @@ STOP_FILE = "stop"
 """Drivers that started before it was written end."""
 
 
-MAX_REJECTED = 10
-"""Proposals in a row that were refused or known already before the next one is drawn uniformly."""
 MAX_ATTEMPTS = 10
 """A trial that was interrupted so often (it may be what kills its driver) is given up as a fault of the machine."""
 
@@ -130,14 +127,14 @@ class Study:
         self.space = space
         self.num_trials = num_trials
         self._started = time.time()
-        self._sampler = sampler
         self._forecast = forecast
-        self._task_prior = task_prior
-        self._enough = enough
-        self._enumeration = forecast.enumeration if forecast else enumeration
         self._storage = storage
         self._table = TrialTable(storage, file.name, space)
-        self._guesses = {space.candidate(guess).key: guess for guess in file.guesses}
+        guesses = {space.candidate(guess).key: guess for guess in file.guesses}
+        plans = forecast.enumeration if forecast else enumeration
+        self._proposer = Proposer(
+            space, self._table, sampler, file.seed, num_trials, guesses, plans, forecast, task_prior, enough
+        )
         self._lock = threading.RLock()
         self._held = Holding(self._table, self._lock)
         self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
@@ -311,12 +308,12 @@ class Study:
     def remarks(self) -> list[str]:
         """What the search has to say of itself now, for people."""
         with self._lock:
-            return remarks_of(self._sampler, self._state(len(self._table.all())))
+            return self._proposer.remarks()
 
     def expected_gain(self) -> Gain | None:
         """What one more trial is expected to bring; None while that is not known."""
         with self._lock:
-            return expected_gain(self._sampler, self._state(len(self._table.all())))
+            return self._proposer.expected_gain()
 
     def stop_requested(self) -> bool:
         """Whether ``request_stop`` was called since this study was opened."""
@@ -352,7 +349,7 @@ class Study:
             if not self._may_begin(trials):
                 reason = Nothing.DONE
                 break
-            if self._is_not_worth_more():
+            if self._proposer.is_enough():
                 reason = Nothing.ENOUGH
                 break
             proposal = None if self._is_exhausted else self._propose()
@@ -387,7 +384,9 @@ class Study:
             return None
         while True:
             may_begin = self._may_begin(trials) and not self._is_exhausted
-            growth = next_growth(self._measured(len(trials)), fidelity, self._left(trials), may_begin=may_begin)
+            growth = next_growth(
+                self._proposer.measured(len(trials)), fidelity, self._left(trials), may_begin=may_begin
+            )
             if growth is None:
                 return None
             before = record_of(trials[growth.of])
@@ -402,52 +401,18 @@ class Study:
                 return self._fresh(number, self.space.candidate(parameters), parameters, record)
             self._reject(number, Record("surplus"))  # another driver was first
 
-    def _is_not_worth_more(self) -> bool:
-        trials = self._table.all()
-        if self._enough is None or self._next_guess(trials) is not None:
-            return False
-        return is_enough(self._sampler, self._state(len(trials)), self._enough)
-
     def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
-        guess = self._next_guess(self._table.all())
+        guess = self._proposer.next_guess()
         if guess is not None:  # known to all from the first moment: others may be about to choose the same
             return self._table.create(self._held.new_lease(1), parameters=guess), guess
         number = self._table.create(self._held.new_lease(1))
-        sampler = self._sampler if self._num_rejected < MAX_REJECTED else UniformSampler()
-        chosen = sampler.propose(self._state(number))
+        chosen = self._proposer.propose(number, self._num_rejected)
         if chosen is None:
             self._reject(number, Record("surplus"))
             return None
         self._table.write_parameters(number, chosen)
         return number, chosen
-
-    def _next_guess(self, trials: Sequence[FrozenTrial]) -> dict[str, Scalar] | None:
-        """The first of the user's guesses that is none of the trials yet: whoever asks, each is run once."""
-        if not self._guesses:
-            return None
-        known = {record.key for trial in trials if (record := record_of(trial)) is not None and record.role == "trial"}
-        return next((dict(guess) for key, guess in self._guesses.items() if key not in known), None)
-
-    def _state(self, number: int) -> SearchState:
-        """What a proposal may depend on."""
-        state = self._measured(number)
-        return as_candidates(state, self.space.fidelity) if self.space.fidelity else state
-
-    def _measured(self, number: int) -> SearchState:
-        """All that was measured before a number, as it was measured. Each number has a seed of its own: a study that is
-        continued proposes what it would have proposed anyway, and two drivers never draw the same."""
-        return SearchState(
-            space=self.space,
-            observations=observations_of(self._table.all()[:number], self.space.objectives),
-            number=number,
-            seed=derive_seed(self.file.seed, "sampler", number),
-            study_seed=self.file.seed,
-            num_trials=self.num_trials,
-            enumeration=self._enumeration,
-            forecast=self._forecast,
-            task_prior=self._task_prior,
-        )
 
     def _decide(self, number: int, chosen: Mapping[str, Scalar]) -> Assignment | None:
         """Make a chosen number a trial, unless it is refused, known, or beyond the budget."""
@@ -456,7 +421,7 @@ class Study:
             self._reject(number, Record("refused", rule=candidate.rule))
             return None
         key = candidate.key
-        is_guess = key in self._guesses
+        is_guess = key in self._proposer.guesses
         if not is_guess and self._forecast and candidate.run and (rule := self._forecast.refusal(candidate.run)):
             self._reject(number, Record("refused", rule=rule))
             return None
