@@ -132,8 +132,8 @@ def plot_forecast(info: ForecastInfo) -> go.Figure:
         )
     )
     figure.update_layout(**_layout(), hovermode="closest")
-    figure.update_xaxes(title=f"Measured ({info.axis.unit})")
-    figure.update_yaxes(title=f"Estimated ({info.axis.unit})")
+    figure.update_xaxes(title=f"Measured ({info.axis.unit})" if info.axis.unit else "Measured")
+    figure.update_yaxes(title=f"Estimated ({info.axis.unit})" if info.axis.unit else "Estimated")
     return figure
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from autotune.apply.program import is_program_study
 from autotune.apply.select import KNEE_MEANING, front_trials, knee_trial
 from autotune.study.snapshot import StudySnapshot
 from engine.atomic import write_text
@@ -77,6 +78,7 @@ def render_report(snapshot: StudySnapshot) -> str:
         snapshot=snapshot,
         summary=info.get_summary(snapshot),
         axes=info.get_axes(snapshot),
+        has_plans=not is_program_study(snapshot),
         front_charts=front_charts,
         study_charts=study_charts,
         has_charts=bool(charts),
@@ -94,7 +96,7 @@ def front_csv(snapshot: StudySnapshot) -> str:
     front = front_trials(snapshot)
     knee = knee_trial(snapshot, front)
     names = info.searched_parameters(front)
-    header = ["trial", "knee", "plan", *(CSV_COLUMNS[o.name] for o in snapshot.objectives), *names]
+    header = ["trial", "knee", "plan", *(CSV_COLUMNS.get(o.name, o.name) for o in snapshot.objectives), *names]
     rows: Iterable[list[Any]] = (
         [
             trial.number,

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autotune.apply.program import is_program_study
 from autotune.apply.select import front_trials, knee_trial, value_matrix
 from autotune.search.pareto import costs_of
 from autotune.study.snapshot import StudySnapshot, TrialRow
@@ -36,8 +37,10 @@ def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
     title = Text(f"Pareto front of {snapshot.name}")
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("Trial", justify="right", no_wrap=True)
-    table.add_column("Plan", overflow="fold")
-    table.add_column("Hyperparameters", overflow="fold", min_width=SETTING_WIDTH)
+    has_plans = not is_program_study(snapshot)
+    if has_plans:
+        table.add_column("Plan", overflow="fold")
+    table.add_column("Hyperparameters" if has_plans else "Values", overflow="fold", min_width=SETTING_WIDTH)
     axes = get_axes(snapshot)
     for axis in axes:  # one word a line: three objectives and the settings fit into 80 columns
         words = axis.label.replace(" ", "\n")
@@ -47,7 +50,8 @@ def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
         is_knee = knee is not None and trial.number == knee.number
         values = trial.values or {}
         # As Text: a study's words are never read as markup.
-        cells = [Text(f"{'★ ' if is_knee else ''}{trial.number}"), Text(trial.plan), Text(_settings(trial, names))]
+        cells = [Text(f"{'★ ' if is_knee else ''}{trial.number}"), *([Text(trial.plan)] if has_plans else [])]
+        cells.append(Text(_settings(trial, names)))
         cells += [Text(f"{values[axis.name] / axis.scale:.{axis.decimals}f}") for axis in axes]
         table.add_row(*cells, style="bold" if is_knee else None)
     return table

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from engine.config import RunConfig
 
 CHOSEN_FILE = "chosen.yaml"
+RUN_FILE = Path("run.yaml")
+PROGRAM_FILE = Path("best.yaml")
 
 
 def command(
@@ -25,13 +27,19 @@ def command(
     pick: Annotated[
         str,
         typer.Option(
-            metavar="knee|fastest|smallest|best|cheapest|thriftiest|ID",
+            metavar="knee|fastest|smallest|best|cheapest|thriftiest|OBJECTIVE|ID",
             help="Which trial: of the front, or its number.",
         ),
     ] = "knee",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="The run file to write.")] = Path(
-        "run.yaml"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="The file to write. [default: run.yaml; best.yaml for a user's own program]",
+        ),
+    ] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most peak memory per rank, such as 70GiB.")] = None,
     min_speed: Annotated[float | None, typer.Option(help="Least training speed, in tokens/s.")] = None,
     max_loss: Annotated[float | None, typer.Option(help="Highest held-out loss, in nats/token.")] = None,
@@ -45,6 +53,7 @@ def command(
 ) -> None:
     """Write the chosen configuration of a study as a run file for a real run."""
     from autotune.apply.engine import run_file
+    from autotune.apply.program import is_program_study
     from autotune.apply.select import explain
     from autotune.apply.select import pick as pick_trial
     from autotune.study.study import load_snapshot
@@ -59,6 +68,13 @@ def command(
     snapshot = load_snapshot(folder)
     trial = pick_trial(snapshot, pick, bounds)
     reasons = explain(snapshot, trial, pick, bounds)
+    if is_program_study(snapshot):
+        if tokens is not None:
+            raise UserError("a user's own program has no --total-tokens", hint="leave it out, and edit the command")
+        output = output or PROGRAM_FILE
+        _apply_program(snapshot, trial, pick, reasons, output, seed, force=force, as_json=as_json)
+        return
+    output = output or RUN_FILE
     config = run_file(snapshot, trial, how=pick, total_tokens=tokens, seed=seed)
     write_new(output, dump_run(config), force=force)
     chosen = _chosen(snapshot, trial, pick, reasons, output)
@@ -70,6 +86,41 @@ def command(
         print(json.dumps(chosen | {"chosen_file": str(folder / CHOSEN_FILE), "next": train}, indent=2))
     else:
         _print(snapshot, trial, config, reasons, output, folder / CHOSEN_FILE, train, own_tokens=tokens is None)
+
+
+def _apply_program(
+    snapshot: StudySnapshot,
+    trial: TrialRow,
+    pick: str,
+    reasons: list[str],
+    output: Path,
+    seed: int | None,
+    *,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the values of a trial of a user's own program or function, and the command that runs it again."""
+    from autotune.apply.program import best_values, text_of
+    from engine.atomic import write_text
+    from engine.yaml_file import dump_yaml
+
+    data = best_values(snapshot, trial, how=pick, seed=seed)
+    write_new(output, text_of(data, output), force=force)
+    chosen = {**data, "reasons": reasons, "file": str(output.absolute())}
+    write_text(snapshot.folder / CHOSEN_FILE, dump_yaml(chosen))
+    if as_json:
+        print(json.dumps(chosen, indent=2))
+        return
+    from rich.console import Console
+
+    from reports.info import parameter_text
+
+    figures = [f"{o.label.lower()} {o.text(data['measured'][o.name])}" for o in snapshot.objectives]
+    lines = [f"trial {trial.number} of {snapshot.name}", f"  {', '.join(figures)}"]
+    lines += [f"  {name} = {parameter_text(value)}" for name, value in data["values"].items()]
+    lines += ["", *reasons, "", f"file     {output}"]
+    lines += [f"command  {data['command']}"] if "command" in data else []
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def write_new(path: Path, text: str, *, force: bool) -> None:

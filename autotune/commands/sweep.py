@@ -76,6 +76,9 @@ def command(
     repeat_best: Annotated[int, typer.Option(min=0, metavar="K", help="Repeat the knee with K other seeds.")] = 0,
     runs_dir: Annotated[Path, typer.Option(help="Folder of studies and jobs.")] = DEFAULT_RUNS,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value.")] = None,
+    fidelity: Annotated[
+        str | None, typer.Option(metavar="RUNGS", help="How trials grow: on, off, '[0.25, 1]', '{min: 0.1, eta: 3}'.")
+    ] = None,
     sampler: Annotated[
         str | None, typer.Option(metavar="NAME", help="What proposes candidates; may change when a study goes on.")
     ] = None,
@@ -115,6 +118,7 @@ def command(
 
     overrides = inline_overrides(command_, param or (), objective or ())
     overrides += [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
+    overrides += [f"fidelity={fidelity}"] if fidelity else []
     loaded, enumeration = load_any_space(space, overrides)
     machines = loaded.cluster
     assert machines is not None, "programs and training runs have machines"
@@ -359,6 +363,7 @@ def _print_end(
 ) -> None:
     from autotune.study.study import Nothing
     from reports.forecasts import get_forecasts
+    from reports.info import apply_command
     from reports.terminal import front_table
 
     console.print()
@@ -380,8 +385,7 @@ def _print_end(
     where = [] if runs_dir == DEFAULT_RUNS else ["--runs-dir", str(runs_dir)]
     lines = [f"\nall of it: {snapshot.folder}", "next:"]
     if any(row.feasible for row in snapshot.trials):
-        apply = ["autotune", "apply", snapshot.name, "--pick", "knee", "-o", "run.yaml"]
-        lines.append("  " + shlex.join([*apply, *where]))
+        lines.append("  " + apply_command(snapshot, "knee"))
     lines.append("  " + shlex.join(["autotune", "report", snapshot.name, *where]))
     if ending is None:
         lines.append(f"  {again}    goes on where it was")

@@ -1,0 +1,55 @@
+"""The chosen trial of a user's own program or function: its values, and the command that runs it again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from autotune.space.command_grammar import is_command_space, space_of_data
+from autotune.study.command_runner import TRIAL_FILE
+from autotune.study.snapshot import StudySnapshot, TrialRow
+from engine.yaml_file import dump_yaml
+
+PLACE = Path("results")
+"""Stands for the trial's folder in the command."""
+
+
+def is_program_study(snapshot: StudySnapshot) -> bool:
+    """Whether a study is of a user's program or function; its trials are no runs of the engine."""
+    return "objectives" in snapshot.space and is_command_space(snapshot.space)
+
+
+def best_values(snapshot: StudySnapshot, trial: TrialRow, *, how: str, seed: int | None = None) -> dict[str, Any]:
+    """What was chosen, as plain data.
+
+    Args:
+        snapshot: A study of a program or function.
+        trial: A trial with a result.
+        how: How it was picked.
+        seed: Of the command; None for the trial's.
+    """
+    space = space_of_data(snapshot.space, snapshot.name)
+    values = space.names(trial.parameters)
+    data: dict[str, Any] = {"study": snapshot.name, "trial": trial.number, "picked": how}
+    data |= {"values": values, "measured": dict(trial.values or {})}
+    program = space.program(trial.parameters, _seed_of(trial) if seed is None else seed)
+    if program is not None:
+        arguments = program.template.filled({**program.texts, "trial_folder": str(PLACE)})
+        data |= {"command": shlex.join(arguments)}
+    return data
+
+
+def _seed_of(trial: TrialRow) -> int:
+    """The seed that a trial was run with; 0 where its folder is gone."""
+    try:
+        text = ((trial.folder or Path()) / TRIAL_FILE).read_text(encoding="utf-8")
+        return int(json.loads(text)["seed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def text_of(data: dict[str, Any], path: Path) -> str:
+    """The choice as the file's ending says: JSON or YAML."""
+    return json.dumps(data, indent=2) + "\n" if path.suffix == ".json" else dump_yaml(data)
