@@ -14,6 +14,8 @@ from engine.errors import USER_ERROR_EXIT_CODE, UserError
 
 COMMANDS = {
     "plan": "Say which layout is best for a model on machines, without running it.",
+    "warmstart": "Say which hyperparameters to start from, by what earlier runs tell.",
+    "prior": "Show, add and remove own runs that warm starts learn from.",
     "validate": "Compare the planner's estimates with measured runs.",
     "sweep": "Run a tuning sweep over layouts and hyperparameters.",
     "report": "Write the page of a study: Pareto front, knee, failures.",

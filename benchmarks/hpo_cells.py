@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import PchipInterpolator
 
+from autotune.prior.tables import step_law_task
 from autotune.prior.task import Task
 
 Floats = NDArray[np.float64]
@@ -128,14 +129,7 @@ def _cell(name: str, rows: list[dict[str, str]]) -> Cell:
     batches = np.array(sorted({batch for _, batch in nodes}))
     losses = np.array([[nodes.get((rate, batch), np.nan) for batch in batches] for rate in rates])
     measured = np.isfinite(losses)
-    task = Task(
-        num_parameters=int(first["N"]),
-        num_active_parameters=int(first.get("Na") or first["N"]),
-        total_tokens=int(first["D"]),
-        sequence_length=2048,
-        family="moe" if "Na" in first else "dense",
-        min_lr_ratio=0.0,
-    )
+    task = step_law_task(int(first["N"]), int(first["D"]), int(first.get("Na") or first["N"]), moe="Na" in first)
     seconds = _medians(batches, times) if times else None
     return Cell(name, task, rates, batches, _filled(losses), measured, seconds)
 

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autotune.prior.task import Task
+from autotune.prior.coordinates import COORDINATES, backward, forward, task_coordinates
+from autotune.prior.final_rate import final_rate_excess
+from autotune.prior.level import LossLevel
+from autotune.prior.recipes import Anchor, Recipes, coordinates_of, group_rows
+from autotune.prior.rows import MetaRow
+from autotune.prior.surface import NOISE, SOFTNESS, Floats, Surface, harden, optimum_law
+from autotune.prior.task import HYPERPARAMETERS, Task
 
-Floats = NDArray[np.float64]
 Support = Literal["inside", "extrapolated", "outside"]
+
+SHIPPED = Path(__file__).with_name("fitted.npz")
+LEARNING_RATES = (1e-6, 0.1)
+"""Learning rates the prior ever proposes."""
+LEAST_STEPS = 50
+"""A run has at least so many steps at the batches it proposes."""
+REACH = 2.5
+"""How far from the law's optimum the surface's is looked for, in logarithms."""
+NEAR = 1.0
+FAR = 3.0
+"""A task at most ``NEAR`` outside the tables (a factor e in size) is extrapolated to, one beyond ``FAR`` is outside."""
+SHAPE_ERROR = 0.25
+"""Error of the form, as a share of the excess."""
+NORMAL_90 = 1.645
 
 
 @dataclass(frozen=True)
@@ -24,9 +46,18 @@ class TaskPrior:
     support: Support
     """Whether the task lies among those the prior was fitted to, near them, or far away."""
     reasons: tuple[str, ...]
-    """Why the support is not ``inside``, for people."""
-    centre: Floats
-    """Natural logarithms of learning rate and batch at the optimum, ``[2]``."""
+    """What the support rests on, for people; empty where nothing needs to be said."""
+    surface: Surface
+    recipes: Recipes
+    level: LossLevel
+    offset: Floats
+    """``[7]`` by which this recipe's best values lie off the reference's, see ``recipes``."""
+    offset_sd: Floats
+    """Its standard deviation, ``[7]``."""
+    level_shift: tuple[float, float] | None
+    """Mean and standard deviation of the loss of own runs above the tables' law; None without own runs."""
+    outside: float
+    """Distance from the tables' tasks, in factors of e."""
 
     def excess(self, points: Mapping[str, Any]) -> tuple[Floats, Floats]:
         """Loss above that at the optimum, in nats per token.
@@ -35,63 +66,261 @@ class TaskPrior:
             points: Hyperparameter name -> values ``[n]``; what is missing is at the recipe's value.
 
         Returns:
-            Mean and standard deviation, both ``[n]``.
+            Mean and standard deviation, both ``[n]``; finite everywhere.
+
+        Raises:
+            KeyError: A name is none of ``HYPERPARAMETERS``.
         """
+        unknown = set(points) - set(HYPERPARAMETERS)
+        if unknown:
+            raise KeyError(f"the prior knows no hyperparameter {sorted(unknown)[0]!r}")
         num_points = max((np.size(values) for values in points.values()), default=1)
-        filled = {"learning_rate": math.exp(self.centre[0]), "global_batch_tokens": math.exp(self.centre[1]), **points}
-        columns = [
-            np.log(np.broadcast_to(np.asarray(filled[name], dtype=float), num_points))
-            for name in ("learning_rate", "global_batch_tokens")
-        ]
-        u, v = columns[0] - self.centre[0], columns[1] - self.centre[1]
-        mean = 0.02 * u**2 - 0.015 * u * v + 0.02 * v**2
-        widening = {"inside": 1.0, "extrapolated": 2.0, "outside": 4.0}[self.support]
-        return mean, widening * (0.003 + 0.5 * mean)
+        best = {name: backward(name, z) for name, z in zip(COORDINATES[:2], self._centre[:2], strict=True)}
+        coordinates = coordinates_of(self.task, {**best, **points}, num_points)
+        places = self._places(coordinates[:, 0], coordinates[:, 1])
+        core = np.maximum(harden(self.surface.mean(places)) - self._lowest, 0.0)
+        settings = self.recipes.settings_excess(coordinates[:, 2:], self._centre[2:])
+        final, final_sd = final_rate_excess(self.task, points, num_points)
+        mean = np.exp(self.offset[6]) * (core + settings) + final
+        varied = np.array([name in points for name in COORDINATES])
+        return mean, self._sd(coordinates, places, mean, final_sd, varied)
 
     def loss_level(self) -> tuple[float, float] | None:
-        """Loss at the optimum and its standard deviation; None where the prior can't tell."""
-        return None
+        """Loss at the optimum and its standard deviation, nats per token; None where the prior can't tell.
 
-    def optimum(self) -> dict[str, float | str]:
-        """The best hyperparameters by their names."""
-        return {"learning_rate": math.exp(self.centre[0]), "global_batch_tokens": math.exp(self.centre[1])}
+        It is that of the tables' text and tokenizer, moved by what own runs near this size reached.
+        """
+        if self.support == "outside":
+            return None
+        shift, shift_sd = self.level_shift or (0.0, 0.0)
+        return self.level.at(task_coordinates(self.task)) + shift, math.hypot(
+            self.level.error * (1 + self.outside), shift_sd
+        )
+
+    def optimum(self, given: Mapping[str, float] | None = None) -> dict[str, float | str]:
+        """The best hyperparameters by their names.
+
+        Args:
+            given: Values of learning rate or batch that are fixed: the others are the best beside them.
+        """
+        centre = self._best(given or {})
+        best: dict[str, float | str] = {name: backward(name, z) for name, z in zip(COORDINATES, centre, strict=True)}
+        best |= given or {}
+        best["warmup_ratio"] = min(float(best["warmup_ratio"]), 0.5)
+        schedule = "cosine" if self.task.schedule == "constant" else self.task.schedule
+        return best | {"schedule": schedule, "min_lr_ratio": 0.0}
 
     @property
     def interval_90(self) -> dict[str, tuple[float, float]]:
         """Hyperparameter name -> where the best value lies with a probability of 0.9."""
-        factor = {"inside": 1.6, "extrapolated": 2.5, "outside": 6.0}[self.support]
-        return {name: (float(value) / factor, float(value) * factor) for name, value in self.optimum().items()}
+        sd = np.concatenate([np.hypot(self.offset_sd[:2], self._core_sd), self.offset_sd[2:6]])
+        intervals = {}
+        for name, z, width in zip(COORDINATES, self._centre, sd * NORMAL_90, strict=True):
+            ends = sorted((backward(name, z - width), backward(name, z + width)))
+            intervals[name] = (ends[0], min(ends[1], 1.0)) if name == "warmup_ratio" else (ends[0], ends[1])
+        return intervals
 
-    def portfolio(self, k: int = 5) -> list[dict[str, float | str]]:
-        """``k`` points to try first: the optimum, then learning rate and batch off it in turn."""
-        best = self.optimum()
-        steps = [(1.0, 1.0), (1.6, 1.0), (1 / 1.6, 1.0), (1.0, 1.5), (1.0, 1 / 1.5), (1.6, 1.5), (1 / 1.6, 1 / 1.5)]
-        return [
-            {
+    def portfolio(self, k: int = 5, given: Mapping[str, float] | None = None) -> list[dict[str, float | str]]:
+        """``k`` points to try first: the optimum, learning rate and batch off it in turn, then both, then further.
+
+        Args:
+            k: How many.
+            given: Values of learning rate or batch that are fixed.
+        """
+        best, fixed = self.optimum(given), given or {}
+        points = []
+        for rate, batch in _spiral():
+            point = {
                 **best,
-                "learning_rate": float(best["learning_rate"]) * rate,
-                "global_batch_tokens": float(best["global_batch_tokens"]) * batch,
+                "learning_rate": float(best["learning_rate"]) * 1.6**rate,
+                "global_batch_tokens": self._in_bounds(float(best["global_batch_tokens"]) * 1.5**batch),
+                **fixed,
             }
-            for rate, batch in steps[:k]
-        ]
+            if point not in points:
+                points.append(point)
+        return points[:k]
+
+    @cached_property
+    def _centre(self) -> Floats:
+        """Coordinates of the optimum, ``[6]``."""
+        return self._best({})
+
+    @cached_property
+    def _lowest(self) -> float:
+        places = self._places(self._centre[:1], self._centre[1:2])
+        return float(harden(self.surface.mean(places))[0])
+
+    @cached_property
+    def _core_sd(self) -> Floats:
+        """Standard deviation of the surface's own optimum, ``[2]``: of its slope there, over its curvature."""
+        step = 0.3
+        moved = np.array([[0.0, 0.0], [step, 0], [-step, 0], [0, step], [0, -step]]) + self._centre[:2]
+        places = self._places(moved[:, 0], moved[:, 1])
+        values, sd = self.surface.mean(places), np.zeros(2)
+        for axis in (0, 1):
+            up, down = 1 + 2 * axis, 2 + 2 * axis
+            curvature = max((values[up] + values[down] - 2 * values[0]) / step**2, 0.005)
+            slope_sd = float(self.surface.difference_sd(places[up : up + 1], places[down])[0]) / (2 * step)
+            sd[axis] = min(slope_sd / curvature, 1.0)
+        return sd
+
+    def _places(self, log_rate: Floats, log_batch: Floats) -> Floats:
+        tasks = np.broadcast_to(task_coordinates(self.task), (len(log_rate), 3))
+        return self.surface.places(log_rate, log_batch, tasks, self.offset[:2])
+
+    def _in_bounds(self, batch: float) -> float:
+        least = float(self.task.sequence_length)
+        return min(max(batch, least), max(self.task.total_tokens / LEAST_STEPS, least))
+
+    def _best(self, given: Mapping[str, float]) -> Floats:
+        law = optimum_law(self.surface.law, task_coordinates(self.task)[None])
+        bounds = (LEARNING_RATES, (self._in_bounds(0.0), self._in_bounds(math.inf)))
+        axes = []
+        for axis, name in enumerate(COORDINATES[:2]):
+            if name in given:
+                low = high = float(forward(name, given[name]))
+            else:
+                low, high = np.log(bounds[axis])
+                middle = float(np.clip(law[axis][0] + self.offset[axis], low, high))
+                low, high = max(low, middle - REACH), min(high, middle + REACH)
+            axes.append((low, high))
+        (low_x, high_x), (low_y, high_y) = axes
+        for _ in range(4):  # a grid, then finer ones round its best node
+            x, y = np.meshgrid(np.linspace(low_x, high_x, 21), np.linspace(low_y, high_y, 21), indexing="ij")
+            values = self.surface.mean(self._places(x.ravel(), y.ravel()))
+            found = np.unravel_index(int(values.argmin()), x.shape)
+            best_x, best_y = float(x[found]), float(y[found])
+            step_x, step_y = (high_x - low_x) / 10, (high_y - low_y) / 10
+            low_x, high_x = max(low_x, best_x - step_x), min(high_x, best_x + step_x)
+            low_y, high_y = max(low_y, best_y - step_y), min(high_y, best_y + step_y)
+        place = task_coordinates(self.task)
+        settings = self.recipes.settings_optimum(place, self.surface) + self.offset[2:6]
+        return np.concatenate([[best_x, best_y], settings])
+
+    def _sd(self, coordinates: Floats, places: Floats, mean: Floats, final_sd: Floats, varied: Any) -> Floats:
+        """Uncertainty of the excess: of the fit, of where the optimum of what varies lies, of the form, and noise."""
+        origin = self._places(self._centre[:1], self._centre[1:2])[0]
+        fit_sd = self.surface.difference_sd(places, origin) * (1 + mean / SOFTNESS)  # softened back to nats
+        curvature = np.concatenate([np.exp(2 * self.surface.shape[[0, 2]]), self.recipes.curvature])
+        distance = np.abs(coordinates - self._centre)
+        moved = curvature * (2 * distance * self.offset_sd[:6] + self.offset_sd[:6] ** 2) * varied
+        place_variance = (moved**2).sum(axis=1) * np.exp(2 * self.offset[6])
+        form = mean * (SHAPE_ERROR + self.offset_sd[6])
+        return np.asarray(np.sqrt(fit_sd**2 + place_variance + form**2 + final_sd**2 + NOISE**2))
+
+
+def _spiral() -> list[tuple[int, int]]:
+    """Whole steps of (learning rate, batch) by their distance, learning rate first."""
+    reach = range(-3, 4)
+    steps = [(rate, batch) for rate in reach for batch in reach]
+    return sorted(steps, key=lambda step: (step[0] ** 2 + step[1] ** 2, step[0] == 0, -step[0], -step[1]))
 
 
 @dataclass(frozen=True)
 class Prior:
     """The fitted prior."""
 
+    surface: Surface
+    recipes: Recipes
+    level: LossLevel
+    own: tuple[tuple[Anchor, float], ...] = ()
+    """Groups of the user's own runs: their offset, and their best loss above the tables' law."""
+
     @staticmethod
-    def load(extra_rows: Sequence[Any] = ()) -> Prior:
-        """The shipped prior, conditioned on further rows."""
-        return Prior()
+    def load(extra_rows: Sequence[MetaRow] = ()) -> Prior:
+        """The shipped prior, conditioned on further rows (a user's own finished trials)."""
+        with np.load(SHIPPED) as arrays:
+            prior = Prior.from_arrays(dict(arrays))
+        return prior.conditioned(extra_rows) if extra_rows else prior
+
+    def conditioned(self, rows: Sequence[MetaRow]) -> Prior:
+        """This prior with further rows: each study and size becomes a measurement of its recipe's offset."""
+        own = []
+        for group in group_rows(rows):
+            anchor = self.recipes.observe(group, self.surface)
+            own.append((anchor, float(group.losses.min()) - self.level.at(group.task)))
+        recipes = dataclasses.replace(self.recipes, anchors=(*self.recipes.anchors, *(anchor for anchor, _ in own)))
+        return dataclasses.replace(self, recipes=recipes, own=(*self.own, *own))
 
     def at(self, task: Task) -> TaskPrior:
         """The prior at one task."""
-        n, d = math.log(task.num_parameters), math.log(task.total_tokens)
-        batch = max(math.log(0.58) + 0.571 * d, math.log(task.sequence_length))
-        centre = np.array([min(math.log(1.79) - 0.713 * n + 0.307 * d, math.log(0.03)), batch])
-        inside = 1.5e8 <= task.num_parameters <= 1.5e9 and 2e9 <= task.total_tokens <= 2e11
-        near = 5e7 <= task.num_parameters <= 2e10 and 5e8 <= task.total_tokens <= 2e12
-        support: Support = "inside" if inside else "extrapolated" if near else "outside"
-        reasons = () if inside else ("the task is larger or smaller than those the prior was fitted to",)
-        return TaskPrior(task, support, reasons, centre)
+        place = task_coordinates(task)
+        beyond = self.surface.beyond(place)
+        offset, offset_sd = self.recipes.offset(task, self.surface)
+        support, reasons, distance = self._support(task, place, beyond)
+        shift = self._level_shift(task, place)
+        return TaskPrior(
+            task, support, reasons, self.surface, self.recipes, self.level, offset, offset_sd, shift, distance
+        )
+
+    def _support(self, task: Task, place: Floats, beyond: Floats) -> tuple[Support, tuple[str, ...], float]:
+        reasons: list[str] = []
+        gap = float(np.sqrt(((self.surface.tasks - place) ** 2).sum(axis=1)).min())
+        distance = max(float(np.linalg.norm(beyond)), gap - NEAR, 0.0)
+        optimizers = {anchor.optimizer for anchor in self.recipes.anchors}
+        support: Support = "inside" if distance <= 0.35 else "extrapolated" if distance <= FAR else "outside"
+        if distance > 0.35:
+            words = ("parameters", "tokens", "the share of active parameters")
+            sides = [f"{'more' if b > 0 else 'fewer'} {w}" for b, w in zip(beyond[:2], words, strict=False) if b]
+            sides += [f"{words[2]} is {'higher' if beyond[2] > 0 else 'lower'}"] if beyond[2] else []
+            factor = math.exp(distance)
+            reasons.append(
+                f"the nearest sizes the prior was fitted to are a factor of about {factor:.0f} away"
+                + (f" ({', '.join(sides)})" if sides else "")
+            )
+        if task.optimizer not in optimizers:
+            support = "outside"
+            reasons.append(f"no run with the optimizer {task.optimizer!r} was seen")
+        elif task.optimizer != "adamw" and support == "inside":
+            support = "extrapolated"
+            reasons.append(f"{task.optimizer} was seen in one-factor sweeps of 130M to 1.2B parameters only")
+        own = [anchor for anchor, _ in self.own if anchor.optimizer == task.optimizer and anchor.task is not None]
+        near = [a for a in own if a.task is not None and float(np.linalg.norm(a.task - place)) <= 1.5 * NEAR]
+        if near:
+            reasons.append(
+                f"{len(near)} own {'study' if len(near) == 1 else 'studies'} near this size moved the answer"
+            )
+            support = "extrapolated" if support == "outside" else support
+        return support, tuple(reasons), 0.0 if near else distance
+
+    def _level_shift(self, task: Task, place: Floats) -> tuple[float, float] | None:
+        """The loss of the nearest own runs above the tables' law."""
+        near = [
+            (float(np.linalg.norm(anchor.task - place)), shift)
+            for anchor, shift in self.own
+            if anchor.task is not None and anchor.optimizer == task.optimizer
+        ]
+        near = [(distance, shift) for distance, shift in near if distance <= 3 * NEAR]
+        if not near:
+            return None
+        weights = np.exp([-distance for distance, _ in near])
+        mean = float(np.average([shift for _, shift in near], weights=weights))
+        return mean, 0.02 + 0.1 * min(distance for distance, _ in near)
+
+    def save(self, path: Path) -> None:
+        """Write the fitted numbers."""
+        known = [
+            {"optimizer": a.optimizer, "recipe": list(a.recipe), "offset": list(a.offset), "sd": list(a.sd)}
+            for a in self.recipes.anchors
+        ]
+        np.savez_compressed(
+            path,
+            **{f"surface.{name}": values for name, values in self.surface.to_arrays().items()},  # type: ignore[arg-type]
+            base=self.recipes.base,
+            curvature=self.recipes.curvature,
+            level=self.level.theta,
+            level_error=np.array(self.level.error),
+            anchors=np.array(json.dumps(known)),
+        )
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, Any]) -> Prior:
+        """The inverse of ``save``, from the arrays of its file."""
+        surface = {name.removeprefix("surface."): v for name, v in arrays.items() if name.startswith("surface.")}
+        anchors = tuple(
+            Anchor(a["optimizer"], np.array(a["recipe"]), None, np.array(a["offset"]), np.array(a["sd"]))
+            for a in json.loads(str(arrays["anchors"]))
+        )
+        recipes = Recipes(arrays["base"], arrays["curvature"], anchors)
+        level = LossLevel(arrays["level"], float(arrays["level_error"]))
+        return Prior(Surface.from_arrays(surface), recipes, level)

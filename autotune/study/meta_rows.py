@@ -1,0 +1,61 @@
+"""A study's finished trials as rows that the prior learns from."""
+
+from __future__ import annotations
+
+from autotune.prior.rows import MetaRow
+from autotune.prior.task import Task
+from autotune.study.runner import RUN_FILE
+from autotune.study.snapshot import StudySnapshot, TrialRow
+from engine.config import RunConfig, load_run
+from engine.errors import UserError
+
+QUALITY_KINDS = ("ok", "nan", "diverged")
+"""Ends that tell something of the hyperparameters; the others tell of the machine or of the plan."""
+
+
+def meta_rows(snapshot: StudySnapshot) -> list[MetaRow]:
+    """Rows of the trials whose end says something of their hyperparameters.
+
+    Trials of a user's own program are left out: the prior can't know what their settings mean. So are repeats,
+    trials whose run file is gone, and those cut short before the end of their schedule.
+    """
+    rows = [_row(snapshot.name, row) for row in snapshot.trials if row.repeat_of is None]
+    return [row for row in rows if row is not None]
+
+
+def _row(study: str, trial: TrialRow) -> MetaRow | None:
+    outcome = trial.outcome
+    if outcome is None or outcome.kind not in QUALITY_KINDS or trial.folder is None:
+        return None
+    if outcome.kind == "ok" and outcome.held_out_loss is None:
+        return None
+    try:
+        run, _ = load_run(trial.folder / RUN_FILE)
+    except UserError:
+        return None
+    if run.runtime.stop_after_steps is not None and run.runtime.stop_after_steps < run.num_steps:
+        return None  # cut short in the middle of its schedule
+    return MetaRow(
+        study=study,
+        trial=trial.number,
+        task=Task.of_run(run),
+        hyperparameters=hyperparameters_of(run),
+        loss=outcome.held_out_loss if outcome.kind == "ok" else None,
+        status=outcome.kind,
+    )
+
+
+def hyperparameters_of(run: RunConfig) -> dict[str, float | str]:
+    """A run's hyperparameters by the prior's names."""
+    hyper = run.hyperparameters
+    return {
+        "learning_rate": hyper.learning_rate,
+        "global_batch_tokens": float(run.tokens_per_step),
+        "weight_decay": hyper.weight_decay,
+        "warmup_ratio": hyper.warmup_ratio,
+        "beta1": hyper.beta1,
+        "beta2": hyper.beta2,
+        "schedule": hyper.schedule,
+        "min_lr_ratio": hyper.min_lr_ratio,
+        "decay_ratio": hyper.decay_ratio,
+    }
