@@ -53,6 +53,12 @@ def _random() -> Sampler:
     return UniformSampler()
 
 
+def _rl() -> Sampler:
+    from autotune.search.reinforce import ReinforceSampler
+
+    return ReinforceSampler()
+
+
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "joint": _joint,
     "tpe": _tpe,
@@ -61,6 +67,7 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "nsga3": _nsga3,
     "qmc": _qmc,
     "random": _random,
+    "rl": _rl,
 }
 """Name -> what makes it; libraries are imported then."""
 

@@ -1,0 +1,125 @@
+"""A sampler that learned to tune: a policy-gradient agent (PPO, Schulman et al. 2017), trained on imagined studies of
+the space before the first trial, that proposes changes of plan and hyperparameters.
+
+First comes the prior's prediction. Where its outcome is as good as predicted, the search says so: whoever is content
+stops there. Else the agent goes on from the best trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from autotune.search.agent import Policy, changed, filled, look
+from autotune.search.hygiene import costs_of
+from autotune.search.quality import QUALITY
+from autotune.search.sampler import SearchState
+from autotune.search.simulation import World
+from autotune.search.uniform import UniformSampler
+from autotune.space.space import Scalar
+
+NUM_STEPS = 40_960
+"""Imagined trials that an agent learns from."""
+AGENT_VERSION = 1
+"""Of what it sees and how it learns; agents of other versions are trained anew."""
+MAX_TRIES = 20
+"""Actions drawn until one leads to a new candidate."""
+LEAST_BUDGET = 20
+"""Trials that the agent believes it has where only time limits a sweep."""
+GOOD_SDS = 2.0
+"""A prediction is good enough when the loss measured is within so many standard deviations of it."""
+
+
+@dataclass
+class ReinforceSampler:
+    """The agent. It is trained, or read from the cache, when it is first asked."""
+
+    cache: Path | None = None
+    """Folder of trained agents; None for the user's cache folder."""
+    num_steps: int = NUM_STEPS
+    _policies: dict[str, tuple[World, Policy]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import gymnasium  # noqa: F401  a missing extra is told now
+        import stable_baselines3  # noqa: F401
+
+    def propose(self, state: SearchState) -> dict[str, Scalar] | None:
+        """See ``Sampler``."""
+        world, policy = self._trained(state)
+        candidates = (state.space.candidate(o.parameters) for o in state.observations)
+        known = {candidate.key for candidate in candidates if candidate.is_legal}
+        rng = np.random.default_rng(state.seed)
+        for attempt in range(MAX_TRIES):
+            wanted = world.start if not state.tried and not attempt else _wanted(world, policy, state, rng)
+            place, _ = world.ground.nearest(wanted)
+            chosen = state.space.active(world.ground.encoding.values(place))
+            candidate = state.space.candidate(chosen)
+            if candidate.is_legal and candidate.key not in known:
+                return chosen
+        return UniformSampler().propose(state)
+
+    def remarks(self, state: SearchState) -> list[str]:
+        """Whether the prediction was good enough."""
+        first = next((o for o in state.tried if o.state == "ok" and o.values and QUALITY in o.values), None)
+        predicted = state.task_prior.loss_level() if state.task_prior is not None else None
+        if first is None or first.values is None or predicted is None:
+            return []
+        level, sd = predicted
+        loss = first.values[QUALITY]
+        words = "as good as predicted" if loss <= level + GOOD_SDS * sd else "worse than predicted: the agent goes on"
+        return [f"the predicted start reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
+
+    def _trained(self, state: SearchState) -> tuple[World, Policy]:
+        key = _key(state, self.num_steps)
+        if key not in self._policies:
+            world = World.of(replace(state, observations=()))
+            path = (self.cache or _cache_folder()) / f"{key}.json"
+            try:
+                policy = Policy.load(path)
+            except (OSError, ValueError, KeyError):  # none yet, or not whole
+                from autotune.search.reinforce_training import train
+
+                policy = train(world, num_steps=self.num_steps, seed=0)
+                policy.save(path)
+            self._policies[key] = world, policy
+        return self._policies[key]
+
+
+def _wanted(world: World, policy: Policy, state: SearchState, rng: np.random.Generator) -> np.ndarray:
+    """Coordinates ``[k]`` the agent would try next."""
+    num_tried = len(state.tried)
+    progress = min(num_tried / (state.num_trials or max(2 * num_tried, LEAST_BUDGET)), 1.0)
+    ended = [o for o in state.tried if o.state != "running"]
+    if not ended:  # several at once before any result: round the start
+        return changed(world.start, rng.uniform(-1, 1, world.num_dimensions), progress)
+    costs = costs_of(ended, state.space.objectives)
+    failed = np.array([o.state == "failed" for o in ended])
+    coordinates = filled(world.ground.encoding.coordinates([o.parameters for o in ended]))
+    view = look(coordinates, costs, failed, rng.dirichlet(np.ones(world.num_objectives)), progress)
+    return changed(view.incumbent, policy.act(view.features, rng), progress)
+
+
+def _key(state: SearchState, num_steps: int) -> str:
+    """Hash of all that an agent is trained on."""
+    space = state.space
+    facts = {
+        "version": AGENT_VERSION,
+        "num_steps": num_steps,
+        "dimensions": [repr(dimension) for dimension in space.dimensions],
+        "fixed": repr(sorted(space.fixed.items())),
+        "objectives": [objective.to_data() for objective in space.objectives],
+        "data": space.data,
+        "prior": repr(state.task_prior.optimum()) if state.task_prior is not None else "",
+        "num_legal": state.enumeration.num_legal if state.enumeration is not None else 0,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "paretune" / "agents"
