@@ -6,15 +6,16 @@ The study that users see in their storage holds values as measured; what sampler
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, TPESampler
+from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autotune.search.hygiene import costs_of, violations_of
@@ -50,15 +51,24 @@ def gaussian_process(seed: int) -> BaseSampler:
 
 
 def nsga2(seed: int, size: int) -> NSGAIISampler:
-    """Non-dominated sorting with crowding distance."""
-    return NSGAIISampler(seed=seed, population_size=size)
+    """Non-dominated sorting with crowding distance, with the operators of its paper (Deb et al. 2002): children near
+    their parents. Optuna draws mutated values anywhere by default, which is half of them with two dimensions."""
+    with _without_warnings():
+        return NSGAIISampler(seed=seed, population_size=size, crossover=SBXCrossover(), mutation=PolynomialMutation())
 
 
 def nsga3(seed: int, size: int) -> NSGAIIISampler:
-    """Non-dominated sorting with reference points."""
+    """Non-dominated sorting with reference points, otherwise as ``nsga2``."""
+    with _without_warnings():
+        return NSGAIIISampler(seed=seed, population_size=size, crossover=SBXCrossover(), mutation=PolynomialMutation())
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of interfaces that may change, and of fits on few or equal values, which the next trials mend."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        return NSGAIIISampler(seed=seed, population_size=size)
+        warnings.simplefilter("ignore")
+        yield
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,7 @@ def _asked(state: SearchState, sampler: BaseSampler, trials: Sequence[FrozenTria
     study.add_trials(trials)
     is_fresh = is_new(state)
     for _ in range(MAX_ASKED):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fits on few or equal values, which the next trials mend
+        with _without_warnings():
             chosen = suggest(study.ask(), state.space)
         if is_fresh(chosen):
             return chosen

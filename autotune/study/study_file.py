@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autotune.search.samplers import DEFAULT_SAMPLER
 from autotune.space.objectives import Objective
 from autotune.space.space import Space
 from autotune.study.store import absolute_url, hide_password
@@ -52,7 +51,7 @@ class StudyFile(Schema):
     """Database address (without its password); null for the journal in the study's folder."""
     trials: Count | None = None
     """Trials asked for so far; null while only a time was given."""
-    sampler: str = DEFAULT_SAMPLER
+    sampler: str = "tpe"
     """What proposes candidates; may be changed when the study is continued."""
     guesses: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
     """Chosen values that the user wants tried first, each once."""

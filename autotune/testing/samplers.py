@@ -14,23 +14,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from autotune.search.forecast import Forecast
 from autotune.search.sampler import Observation, ObservationState, Sampler, SearchState
 from autotune.search.seeds import derive_seed
 from autotune.search.uniform import UniformSampler
+from autotune.search.warm_start import task_prior_of
+from autotune.space.command import CommandSpace
 from autotune.space.enumerate import Enumeration
 from autotune.space.expression import parse_expression
 from autotune.space.grammar import load_space
 from autotune.space.objectives import Objective
 from autotune.space.space import Dimension, Scalar, Space
+from autotune.space.training import TrainingSpace
 
 Chosen = dict[str, Scalar]
 Measure = Callable[[Mapping[str, Scalar]], Mapping[str, float]]
 """From chosen values to objective name -> value."""
 
-TRAINING_OVERRIDES = ("cluster=cpu:2", "objectives=[speed, memory, quality]")
+TRAINING_OVERRIDES = ("cluster=h100x8", "objectives=[speed, memory, quality]")
 MAX_SMALL = 12
 """Proposals after which a space of six candidates must be used up."""
 
@@ -39,9 +44,10 @@ MAX_SMALL = 12
 
 
 def mixed_space(objectives: Sequence[Objective] = (Objective(name="loss"),)) -> Space:
-    """Every kind of dimension: a condition, a range in steps, a single choice, a constraint, a fixed value."""
+    """Values of a user's own program, every kind of dimension: a condition, a range in steps, a single choice, a
+    constraint, a fixed value."""
     names = frozenset({"kind", "rate", "momentum", "width", "only", "depth", "fixed"})
-    return Space(
+    return CommandSpace(
         name="mixed",
         objectives=tuple(objectives),
         dimensions=(
@@ -70,7 +76,7 @@ def small_space() -> Space:
 
 
 def training_space() -> tuple[Space, Enumeration]:
-    """The shipped demonstration, on two devices."""
+    """The shipped demonstration, on eight devices."""
     return load_space("demo", TRAINING_OVERRIDES)
 
 
@@ -166,11 +172,15 @@ def check_proposes_values_of_the_space(sampler: Sampler) -> None:
 
 
 def check_proposes_training_runs(sampler: Sampler) -> None:
-    """Legal plans and hyperparameters of the engine, for three objectives."""
+    """Legal plans and hyperparameters of the engine for three objectives, with and without estimates and the prior."""
     space, enumeration = training_space()
+    assert isinstance(space, TrainingSpace)
+    forecast = Forecast.make(space, enumeration)
     for count in (0, 12):
-        observations = drawn(space, count, enumeration=enumeration)
-        _proposed(sampler, state_of(space, observations, enumeration=enumeration))
+        state = state_of(space, drawn(space, count, enumeration=enumeration), enumeration=enumeration)
+        _proposed(sampler, state)
+        known = replace(state, enumeration=forecast.enumeration, forecast=forecast, task_prior=task_prior_of(space))
+        _proposed(sampler, known)
 
 
 def check_is_a_function_of_the_state(sampler: Sampler) -> None:
