@@ -38,11 +38,11 @@ from autotune.search.uniform import is_enumerated, plan_values
 from autotune.space.space import Dimension, Scalar
 from autotune.space.training import TrainingSpace
 
-FEW_ROWS, MANY_ROWS = 8, 32
+FEW_ROWS, MANY_ROWS = 12, 48
 """Plans of a group that are looked at: when groups are compared, and in the best groups."""
 NUM_GROUPS = 8
 """Best groups."""
-NUM_LAYERS = 3
+NUM_LAYERS = 6
 """Layers of the corrected front."""
 FEW_POINTS, MANY_POINTS = 16, 48
 """Hyperparameters drawn anywhere, for each group."""

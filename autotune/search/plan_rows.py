@@ -44,12 +44,24 @@ class Feature:
         return cls(name, choices, all(isinstance(v, int | float) and not isinstance(v, bool) for v in choices))
 
     def columns(self, values: np.ndarray) -> np.ndarray:
-        """Of values ``[n]``, ``[n, k]`` in 0..1: numbers by magnitude, words as a column a choice (one for two)."""
-        if self.is_number:
-            low, high = (math.log2(1.0 + float(v)) for v in (self.choices[0], self.choices[-1]))
-            return ((np.log2(1.0 + values.astype(np.float64)) - low) / (high - low))[:, None]
-        words = self.choices[1:] if len(self.choices) == 2 else self.choices
-        return np.stack([_equal(values, word) for word in words], axis=1).astype(np.float64)
+        """Of values ``[n]``, ``[n, k]`` in 0..1: numbers by magnitude, words as a column a choice."""
+        return self.slope(values) if self.is_number else self.indicators(values)
+
+    def basis(self, values: np.ndarray) -> np.ndarray:
+        """Of values ``[n]``, ``[n, k]``: columns whose weighted sums are what the feature may do, together of variance
+        1: half of it a slope over magnitudes where there are some, the rest each choice's own."""
+        if not self.is_number or len(self.choices) == 2:
+            return _scaled(self.indicators(values))
+        return math.sqrt(0.5) * np.hstack([_scaled(self.slope(values)), _scaled(self.indicators(values))])
+
+    def slope(self, values: np.ndarray) -> np.ndarray:
+        """``[n, 1]`` in 0..1."""
+        low, high = (math.log2(1.0 + float(v)) for v in (self.choices[0], self.choices[-1]))
+        return np.asarray(((np.log2(1.0 + values.astype(np.float64)) - low) / (high - low))[:, None])
+
+    def indicators(self, values: np.ndarray) -> np.ndarray:
+        """``[n, k]``: which choice it is."""
+        return np.stack([_equal(values, word) for word in self.choices], axis=1).astype(np.float64)
 
 
 def _equal(values: np.ndarray, word: Any) -> np.ndarray:
@@ -81,7 +93,7 @@ class PlanRows:
     """``[r]``: plans with equal numbers train alike."""
     inputs: Inputs = field(repr=False)
     basis: np.ndarray = field(repr=False)
-    """``[r, p]``: the inputs centred and scaled so that every feature varies as much."""
+    """``[r, p]``: columns whose weighted sums are what all features may do, together of variance 1."""
 
     @classmethod
     def of(cls, space: TrainingSpace, enumeration: Enumeration, forecast: Forecast | None) -> PlanRows:
@@ -94,13 +106,15 @@ class PlanRows:
         features = tuple(f for f in (Feature.of(name, column) for name, column in table.items()) if f)
         parts = [f.columns(table[f.name]) for f in features]
         x = np.concatenate([*parts, np.zeros((len(index), 0))], axis=1)
-        basis = np.concatenate([_scaled(part) for part in parts] or [x], axis=1) / math.sqrt(max(len(features), 1))
+        bases = [f.basis(table[f.name]) for f in features] or [x]
+        basis = np.concatenate(bases, axis=1) / math.sqrt(max(len(features), 1))
         codes = [np.unique(table[name].astype(str), return_inverse=True)[1] for name in NUMERICS]
         group = np.unique(np.stack(codes), axis=1, return_inverse=True)[1].reshape(-1)
         unknown = Estimated(np.zeros(len(index)), np.full(len(index), UNKNOWN_SD))
         estimates = {"speed": unknown, "memory": unknown}
         if forecast:
-            for name, p in forecast.predicted.items():
+            for name in estimates:
+                p = forecast.predicted[name]
                 log = np.log(p.value[index])
                 estimates[name] = Estimated(log, (np.log(p.high[index]) - log) / TIME_QUANTILE)
         capacity = np.log(forecast.capacity_bytes[index]) if forecast else None

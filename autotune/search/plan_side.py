@@ -113,6 +113,7 @@ def corrected(rows: PlanRows, observations: Sequence[Observation], places: np.nd
         is_told = (values > 0) & (places >= 0)
         found[name] = Corrected.fit(rows, name, places[is_told], values[is_told])
     if rows.log_capacity is not None:
-        full = places[[o.failure == OUT_OF_MEMORY for o in observations] & (places >= 0)]
+        is_full = np.array([o.failure == OUT_OF_MEMORY for o in observations], dtype=bool)
+        full = places[is_full & (places >= 0)]
         found["memory"] = found["memory"].at_least(full, rows.log_capacity[full])
     return found
