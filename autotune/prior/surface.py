@@ -164,7 +164,7 @@ class Surface:
 
     def features(self, places: Floats) -> Floats:
         """``[n, k]`` features of the residual, each with a standard normal weight before the fit."""
-        process = np.linalg.solve(self._inducing_factor, _matern(self._inducing, places)).T
+        process = _matern(places, self._inducing) @ self._whitening
         return np.asarray(np.hstack([_linear(places), process]) * _fade(places)[:, None])
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
@@ -189,14 +189,14 @@ class Surface:
         return np.hstack([np.tile(lattice, (len(self.tasks), 1)), np.repeat(self.tasks, len(lattice), axis=0)])
 
     @cached_property
-    def _inducing_factor(self) -> Floats:
+    def _whitening(self) -> Floats:
+        """``[m, m]`` from covariances with the inducing points to features with independent weights."""
         covariance = _matern(self._inducing, self._inducing) + 1e-6 * AMPLITUDE**2 * np.eye(len(self._inducing))
-        return np.asarray(np.linalg.cholesky(covariance))
+        return np.asarray(np.linalg.inv(np.linalg.cholesky(covariance)).T)
 
     @cached_property
     def _inducing_weights(self) -> Floats:
-        process = self.weights[len(self.weights) - len(self._inducing) :]
-        return np.asarray(np.linalg.solve(self._inducing_factor.T, process))
+        return np.asarray(self._whitening @ self.weights[len(self.weights) - len(self._inducing) :])
 
 
 def _linear(places: Floats) -> Floats:

@@ -1,0 +1,94 @@
+"""The user's file of finished trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.prior.rows import ROWS_VARIABLE, MetaRow, add_rows, default_rows_file, read_rows, remove_rows
+from autotune.prior.task import Task
+from engine.errors import UserError
+
+pytestmark = pytest.mark.unit
+
+TASK = Task(num_parameters=10**6, num_active_parameters=10**6, total_tokens=10**8)
+
+
+def row(trial: int, study: str = "mine", **changes: Any) -> MetaRow:
+    fields = {
+        "study": study,
+        "trial": trial,
+        "task": TASK.to_data(),
+        "hyperparameters": {"learning_rate": 1e-3, "global_batch_tokens": 4096.0, "schedule": "wsd"},
+        "loss": 3.5,
+    }
+    return MetaRow.model_validate({**fields, **changes})
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = [row(0), row(1, loss=None, status="diverged")]
+    assert add_rows(tmp_path / "new" / "rows.jsonl", rows) == 2
+    assert read_rows(tmp_path / "new" / "rows.jsonl") == rows
+
+
+def test_a_trial_is_added_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_rows(path, [row(0)])
+    assert add_rows(path, [row(0, loss=9.0), row(1), row(0, study="other")]) == 2
+    assert [(r.study, r.trial, r.loss) for r in read_rows(path)] == [
+        ("mine", 0, 3.5),
+        ("mine", 1, 3.5),
+        ("other", 0, 3.5),
+    ]
+
+
+def test_a_line_torn_by_a_kill_loses_that_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_rows(path, [row(0), row(1)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [r.trial for r in read_rows(path)] == [0]
+    add_rows(path, [row(2)])
+    assert [r.trial for r in read_rows(path)] == [0, 2]
+
+
+def test_a_study_is_removed_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_rows(path, [row(0), row(0, study="other"), row(1)])
+    assert remove_rows(path, "mine") == 2
+    assert [r.study for r in read_rows(path)] == ["other"]
+    assert remove_rows(path, "mine") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hyperparameters": {"learning_rate": 1e-3, "batch": 1}}, "unknown hyperparameter 'batch'"),
+        ({"hyperparameters": {"learning_rate": 1e-3}}, "global_batch_tokens must be a number above zero"),
+        ({"loss": None}, "loss must be given"),
+        ({"loss": float("nan")}, "finite"),
+    ],
+)
+def test_a_row_that_would_mislead_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        row(0, **changes)
+
+
+def test_a_row_of_another_version_is_told_with_its_place(tmp_path: Path) -> None:
+    from engine.atomic import append_line
+
+    path = tmp_path / "rows.jsonl"
+    append_line(path, {**row(0).to_data(), "schema_version": 7})
+    with pytest.raises(UserError, match="row 1 cannot be used: schema_version"):
+        read_rows(path)
+
+
+def test_the_file_lies_in_the_data_folder_or_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(ROWS_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_rows_file() == tmp_path / "paretune" / "prior_rows.jsonl"
+    monkeypatch.setenv(ROWS_VARIABLE, str(tmp_path / "own.jsonl"))
+    assert default_rows_file() == tmp_path / "own.jsonl"
