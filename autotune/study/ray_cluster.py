@@ -67,16 +67,16 @@ class RayCluster:
         }
         return {node: count for node, count in devices.items() if count}
 
-    def bundles(self, num_devices: int) -> Bundles | None:
+    def bundles(self, num_devices: int, max_nodes: int | None = None) -> Bundles | None:
         """Where a trial fits: on one node, else on the fewest with equally many devices each; None for nowhere."""
         counts = list(self.devices_by_node().values())
-        for num_nodes in range(1, len(counts) + 1):
+        for num_nodes in range(1, min(len(counts), max_nodes or len(counts)) + 1):
             each, rest = divmod(num_devices, num_nodes)
             if not rest and each and sum(count >= each for count in counts) >= num_nodes:
                 return Bundles(num_nodes, each)
         return None
 
-    def require(self, num_devices: int, num_workers: int) -> None:
+    def require(self, num_devices: int, num_workers: int, max_nodes: int | None = None) -> None:
         """Make sure that the largest trial fits, and that workers do.
 
         Raises:
@@ -86,9 +86,10 @@ class RayCluster:
         has = f"the Ray cluster has {_count_text(counts, self.device)}"
         if self.threads_per_device > 1:
             has += f" ({self.threads_per_device} CPUs to a device)"
-        if self.bundles(num_devices) is None:
+        if self.bundles(num_devices, max_nodes) is None:
+            where = " on one node" if max_nodes == 1 else ""
             raise UserError(
-                f"a trial of this space needs {num_devices} {self.device} devices, {has}",
+                f"a trial of this space needs {num_devices} {self.device} devices{where}, {has}",
                 hint="start more Ray nodes, or narrow the parallel degrees of the space",
             )
         if num_workers > sum(counts):

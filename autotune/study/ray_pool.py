@@ -159,7 +159,8 @@ class RayExecutor:
 
     def _bundles(self, assignment: Assignment, stop: Callable[[], Stop], patience: Patience) -> Bundles | None:
         """Where a trial fits. Nodes that were lost may come back, so it is waited for."""
-        while (bundles := self._cluster.bundles(assignment.num_devices)) is None:
+        max_nodes = None if assignment.config is not None else 1  # torchrun is the engine's
+        while (bundles := self._cluster.bundles(assignment.num_devices, max_nodes)) is None:
             if stop() > Stop.NO:
                 return None
             patience.wears()

@@ -145,8 +145,7 @@ def _over_nodes(task: RayTask) -> Outcome:
 
     def stop() -> Stop:
         nonlocal lost_since
-        ended, _ = ray.wait(followers, num_returns=len(followers), timeout=0)
-        if ended and lost_since is None:
+        if lost_since is None and _have_failed(followers):
             lost_since = time.monotonic()
         is_lost = lost_since is not None and time.monotonic() > lost_since + LOST_PEER_SECONDS
         return Stop.NOW if is_lost else asked.read()
@@ -190,6 +189,15 @@ def _start_followers(task: RayTask, first: tuple[str, int]) -> list[Any]:
     ]
 
 
+def _have_failed(followers: list[Any]) -> bool:
+    """Whether ranks on another node ended otherwise than well."""
+    ended, _ = ray.wait(followers, num_returns=len(followers), timeout=0)
+    try:
+        return any(status != 0 for status in ray.get(ended))
+    except ray.exceptions.RayError:
+        return True
+
+
 def _end_followers(task: RayTask, followers: list[Any]) -> None:
     """Have the other nodes end their ranks, and wait for it: the next trial may be started on them."""
     if task.stop_file.exists():
@@ -197,8 +205,8 @@ def _end_followers(task: RayTask, followers: list[Any]) -> None:
     ray.wait(followers, num_returns=len(followers), timeout=STOP_GRACE_SECONDS)
 
 
-def _follow(task: RayTask, node_rank: int, command: list[str]) -> None:
-    """Run the ranks of another node than the first."""
+def _follow(task: RayTask, node_rank: int, command: list[str]) -> int:
+    """Run the ranks of another node than the first; the exit status of their launcher."""
     config = task.assignment.config
     assert config is not None
     asked = StopFile(task.stop_file)
@@ -228,6 +236,7 @@ def _follow(task: RayTask, node_rank: int, command: list[str]) -> None:
     finally:
         end_marked(mark)
         child.wait()
+    return child.returncode
 
 
 def _free_port() -> int:
