@@ -136,42 +136,52 @@ def _prior_at(problem: Problem, shared: Path, *, is_spoiled: bool) -> TaskPrior 
     from autotune.prior.task import Task
 
     if problem.group == "Marin":
+        size = problem.space.data["num_parameters"]
         task = Task(
-            num_parameters=problem.space.data["num_parameters"],
-            num_active_parameters=problem.space.data["num_parameters"],
+            num_parameters=size,
+            num_active_parameters=size,
             total_tokens=problem.space.data["total_tokens"],
             sequence_length=SEQUENCE_LENGTH,
-            family="dense",
+            schedule="linear",
+            min_lr_ratio=0.0,
         )
-    elif problem.group == "TaskSet":  # a learning rate all the same, of networks far smaller than any the prior knows
+        return _prior(shared, is_spoiled, size).at(task)
+    if problem.group == "TaskSet":  # a learning rate all the same, of networks far smaller than any the prior knows
         task = Task(
-            num_parameters=1_000_000,
-            num_active_parameters=1_000_000,
-            total_tokens=100_000_000,
-            sequence_length=128,
-            family="dense",
+            num_parameters=1_000_000, num_active_parameters=1_000_000, total_tokens=100_000_000, sequence_length=128
         )
-    else:
-        return None
-    return _prior(shared, is_spoiled, problem.group).at(task)
+        return _prior(shared, is_spoiled, None).at(task)
+    return None
 
 
 @cache
-def _prior(shared: Path, is_spoiled: bool, group: str) -> Any:
-    """The prior fitted anew without the rows of ``group``'s source."""
-    from autotune.prior.fit import fit, read_tables
+def _prior(shared: Path, is_spoiled: bool, without_size: int | None) -> Any:
+    """The prior fitted anew, without the one-factor sweeps of one model size."""
+    from autotune.prior.fit import fit
+    from autotune.prior.tables import marin_rows, step_law_rows
 
-    rows = [row for row in read_tables(shared / "data" / "hpo") if row.source != group.lower()]
+    folder = shared / "data" / "hpo"
+    reference = step_law_rows(folder)
+    others = [row for row in marin_rows(folder) if row.task.num_parameters != without_size]
     if is_spoiled:
-        rng = np.random.default_rng(0)
-        by_task: dict[Any, list[Any]] = defaultdict(list)
-        for row in rows:
-            by_task[row.task].append(row)
-        rows = []
-        for members in by_task.values():
-            losses = rng.permutation([row.loss for row in members])
-            rows += [row.changed(loss=float(loss)) for row, loss in zip(members, losses, strict=True)]
-    return fit(rows)
+        reference, others = _shuffled(reference), _shuffled(others)
+    return fit(reference, others)
+
+
+def _shuffled(rows: Sequence[Any]) -> list[Any]:
+    """Rows whose losses are dealt out anew within each task."""
+    rng = np.random.default_rng(0)
+    by_task: dict[str, list[Any]] = defaultdict(list)
+    for row in rows:
+        by_task[row.task.model_dump_json()].append(row)
+    shuffled = []
+    for members in by_task.values():
+        order = rng.permutation(len(members))
+        shuffled += [
+            row.changed(loss=members[other].loss, status=members[other].status)
+            for row, other in zip(members, order, strict=True)
+        ]
+    return shuffled
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
