@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,7 +147,8 @@ def search(table: Table, method: Method, seed: int, budget: float) -> list[tuple
             first_cost = fidelity.cost(0) if fidelity else ONE_RUNG_COST
             if left < (fidelity.cost_from(0) if fidelity and method.policy == "forecasts" else first_cost) - 1e-9:
                 return found
-            seen = POLICIES[method.policy][1](state, fidelity) if fidelity else state
+            is_blind = method.sampler == "random"
+            seen = state if fidelity is None or is_blind else POLICIES[method.policy][1](state, fidelity)
             row = _proposed(table, method.sampler, seen, set(rows.values()), order)
             rung, continues = 0, None
             spent += first_cost
@@ -175,7 +174,12 @@ def _trained(
     if not np.isfinite(table.held_out[row, : end + 1]).all():
         return Observation(number, "failed", parameters, None, "diverged", **common)
     return Observation(
-        number, "ok", parameters, {"quality": float(table.held_out[row, end])}, curve=_curve(table, row, end, shares), **common
+        number,
+        "ok",
+        parameters,
+        {"quality": float(table.held_out[row, end])},
+        curve=_curve(table, row, end, shares),
+        **common,
     )
 
 
@@ -223,7 +227,14 @@ def main() -> None:
                     # each budget its own search: what is kept back for the end depends on it
                     res.append([regrets_at(search(table, method, seed, b), [b])[0] for b in BUDGETS])
             res = np.array(res).reshape(len(tables), arguments.seeds, -1)
-            print(f"{method.words:45s}", res.mean(axis=(0, 1)).round(4), "sem", (res.mean(0).std(0) / arguments.seeds**0.5).round(4), f"{time.process_time() - t0:.0f} s", flush=True)
+            print(
+                f"{method.words:45s}",
+                res.mean(axis=(0, 1)).round(4),
+                "sem",
+                (res.mean(0).std(0) / arguments.seeds**0.5).round(4),
+                f"{time.process_time() - t0:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ NUM_POINTS = 24
 """Most segments of a curve."""
 MIN_POINTS = 4
 """Fewest that a law is fitted to."""
+START_RATIO = 0.15
+"""The first part of what was seen that is left out where enough follows: a law of the end does not hold there."""
 EXPONENTS = np.array([0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5])
 OFFSETS = np.array([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
 """Of the law, over the part of the training that was seen."""
@@ -81,6 +83,9 @@ class Curve:
         if len(self.loss) < MIN_POINTS:
             return None
         x, y = np.array(self.progress), np.array(self.loss)
+        late = x >= START_RATIO * x[-1]
+        if late.sum() >= MIN_POINTS:
+            x, y = x[late], y[late]
         noise = max(noise_of(y), MIN_NOISE_RATIO * abs(float(y[-1])))
         exponent, offset = (grid.reshape(-1, 1) for grid in np.meshgrid(EXPONENTS, OFFSETS * x[-1]))
 

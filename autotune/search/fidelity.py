@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotune.prior.robust import MAD_TO_SIGMA
 from autotune.search import pareto
 from autotune.search.hygiene import MEASURED_EXACTLY, violations_of
 from autotune.search.sampler import Observation, SearchState
@@ -32,6 +31,8 @@ PRIOR_WEIGHT = 4.0
 SLOPE = 1.0
 SLOPE_SD = 0.3
 """The fall that the law forecasts is right within so much of itself, before any candidate went on."""
+LEVEL_SPREADS = 10.0
+"""What all candidates of a rung still gain is not known within so many times their spread, before any went on."""
 SPREAD_RATIO = 0.3
 """Without a curve a value still moves by so much of the spread of the rung's values."""
 OPTIMISM = 0.5
@@ -153,11 +154,11 @@ class _Change:
         alone = [blank._law(link) for link in before]
         centre = float(np.median([law.mean for law in alone])) if alone else 0.0
         typical = float(np.median([law.sd for law in alone])) if alone else spread
-        others_sd = float(MAD_TO_SIGMA * np.median(np.abs([law.mean - centre for law in alone]))) if alone else 0.0
+        others_sd = float(np.sqrt(np.mean([(law.mean - centre) ** 2 for law in alone]))) if alone else 0.0
         blank = replace(blank, centre=centre, others_sd=max(others_sd, 1e-12))
         laws = [blank._law(link) for link in before]
-        # A model of another width is on another level altogether.
-        level_sd = typical if fidelity.continues(rung + 1) else 10 * max(_spread(values), typical)
+        # How much all of them still gain (or, of another width, on which level they are) is not known beforehand.
+        level_sd = LEVEL_SPREADS * max(_spread(values), typical)
         prior = np.diag([1 / max(level_sd, 1e-12) ** 2, 1 / SLOPE_SD**2])
         after = {link.continues: link for c in chains for link in c.links if link.values is not None}
         pairs = [row for row, link in enumerate(before) if link.number in after]
@@ -211,6 +212,8 @@ def ranked(costs: np.ndarray, violations: np.ndarray) -> np.ndarray:
         costs: ``[n, k]``, lower is better, finite.
         violations: ``[n]``, above 0 beyond a bound.
     """
+    if costs.shape[1] == 1:
+        return np.lexsort((costs[:, 0], np.maximum(violations, 0.0)))
     layer = np.zeros(len(costs), dtype=np.int64)
     left = np.arange(len(costs))
     depth = 0
