@@ -33,7 +33,7 @@ from autotune.study.measured import outcome_of_measured
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from autotune.study.study import Nothing
 from autotune.study.study import Study as StoredStudy
-from autotune.study.study_file import StudyFile, this_environment, write_study_file
+from autotune.study.study_file import StudyFile, read_study_file, this_environment, write_study_file
 from engine.errors import UserError
 from engine.outcome import Outcome
 from engine.units import parse_duration
@@ -165,6 +165,34 @@ class Study:
         self._asked: dict[int, Assignment] = {}
         self._end = weakref.finalize(self, _let_go, self._study, self._asked, self._scratch)
 
+    @classmethod
+    def open(cls, folder: str | Path, *, trials: int | None = None, sampler: str | None = None) -> Self:
+        """A study that exists, with the space it was begun with: one of a function, a merged or an imported one.
+
+        Args:
+            folder: The study's.
+            trials: Trials in total, earlier ones included.
+            sampler: What proposes candidates from now on.
+
+        Raises:
+            UserError: There is none, or its trials are runs of the engine or of a program.
+        """
+        data = read_study_file(Path(folder)).space
+        if "model" in data or "command" in data:
+            raise UserError(
+                f"the trials of study {Path(folder).name!r} are no calls of a function",
+                hint="go on with it by: autotune sweep",
+            )
+        return cls(
+            data["space"],
+            data["objectives"],
+            folder=folder,
+            constraints=data.get("constraints", ()),
+            task=data.get("task"),
+            trials=trials,
+            sampler=sampler,
+        )
+
     # Ask and tell ----------------------------------------------------------------------------------------------------
 
     def ask(self) -> Trial | None:
@@ -223,29 +251,38 @@ class Study:
         Raises:
             UserError: No budget, or worker processes can't call the function.
         """
-        if trials is not None:
-            self._extend(trials)
         seconds = None if time is None else parse_duration(time)
-        if self._study.num_trials is None and seconds is None:
+        own_limit = self._study.num_trials
+        if trials is None and own_limit is None and seconds is None:
             raise UserError("the study has no budget", hint='give trials=50 or time="10m"')
         if trial_seconds is not None and not processes:
             raise UserError("a call in this process can't be ended", hint="add processes=True for trial_seconds")
         call_it = _Caller(function, self.space, self._is_stored)
-        if workers == 1 and not processes:
-            self._run_here(call_it, seconds)
-            return self
+        try:
+            if trials is not None:
+                self._extend(trials)
+            if workers == 1 and not processes:
+                self._run_here(call_it, seconds)
+            else:
+                self._drive(call_it, seconds, workers, processes, trial_seconds)
+        finally:
+            self._study.num_trials = own_limit
+        return self
+
+    def _drive(
+        self, function: _Caller, seconds: float | None, workers: int, processes: bool, trial_seconds: float | None
+    ) -> None:
         if processes:
             from autotune.study.process_executor import ProcessExecutor
 
-            executor: Any = ProcessExecutor(call_it, self.space.objectives, workers)
+            executor: Any = ProcessExecutor(function, self.space.objectives, workers)
         else:
-            executor = FunctionExecutor(call_it, self.space.objectives)
+            executor = FunctionExecutor(function, self.space.objectives)
         limits = self.space.limits.changed(seconds=trial_seconds or float(2**31))
         try:
             Driver(self._study, _Limited(executor, limits), _Silent(), workers, seconds).run()
         finally:
             executor.close()
-        return self
 
     def _run_here(self, function: Callable[[Assignment], Measured], seconds: float | None) -> None:
         deadline = float("inf") if seconds is None else time.monotonic() + seconds

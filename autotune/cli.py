@@ -22,7 +22,7 @@ COMMANDS = {
     "apply": "Write the chosen configuration as a run file.",
     "train": "Train a run file, with live retuning when asked.",
     "monitor": "Watch a live run in the terminal.",
-    "studies": "List, show and stop studies.",
+    "studies": "List, show, stop, export, merge and import studies.",
     "profile": "Measure this machine, so that plans are estimated for it.",
     "doctor": "Say what this machine has, and what is missing for what.",
 }

@@ -1,4 +1,4 @@
-"""``autotune studies``: list, show and stop studies."""
+"""``autotune studies``: list, show, stop, export, merge and import studies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.paths import DEFAULT_RUNS, study_folder
+from autotune.paths import DEFAULT_RUNS, check_writable_file, study_folder
 from engine.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_SECONDS = 120.0
 
 app = typer.Typer(
-    help="List, show and stop studies.", add_completion=False, rich_markup_mode=None, invoke_without_command=True
+    help="List, show, stop, export, merge and import studies.",
+    add_completion=False,
+    rich_markup_mode=None,
+    invoke_without_command=True,
 )
 
 RunsDir = Annotated[Path, typer.Option(help="Folder of studies and jobs.")]
@@ -43,7 +46,7 @@ class Summary:
 
 @app.callback()
 def _default(context: typer.Context, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
-    """List, show and stop studies. Alone it lists them."""
+    """List, show, stop, export, merge and import studies. Alone it lists them."""
     if context.invoked_subcommand is None:
         list_(runs_dir, as_json)
 
@@ -128,6 +131,77 @@ def stop(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
         print(json.dumps({"study": name, "was_running": was_running}))
     else:
         print(f"study {name} " + ("stopped; the same sweep goes on where it was" if was_running else "was not running"))
+
+
+@app.command()
+def export(
+    name: StudyName,
+    format_: Annotated[str, typer.Option("--format", metavar="csv|json", help="What to write.")] = "csv",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PATH", help="The file. [default: standard output]")
+    ] = None,
+    runs_dir: RunsDir = DEFAULT_RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Write all trials of a study as a table: one row a trial, also of failed and running ones."""
+    from autotune.study.frame import csv_text, json_text
+    from autotune.study.study import load_snapshot
+    from engine.atomic import write_text
+
+    writers = {"csv": csv_text, "json": json_text}
+    if format_ not in writers:
+        raise UserError(f"there is no format {format_!r}", hint="use csv or json")
+    text = writers["json" if as_json else format_](load_snapshot(study_folder(runs_dir, name)))
+    if output is None:
+        print(text, end="")
+    else:
+        check_writable_file(output, "--output")
+        write_text(output, text)
+
+
+@app.command()
+def merge(
+    names: Annotated[list[str], typer.Argument(metavar="STUDY STUDY...", help="Studies with equal spaces.")],
+    into: Annotated[str, typer.Option("--into", metavar="NAME", help="Name of the new study.")],
+    runs_dir: RunsDir = DEFAULT_RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Make one study of several with equal spaces; they stay as they are."""
+    from autotune.study.merge import merge_studies
+
+    merged = merge_studies([study_folder(runs_dir, name) for name in names], study_folder(runs_dir, into))
+    if as_json:
+        print(json.dumps({"study": into, **vars(merged)}, indent=2))
+        return
+    parts = [f"{merged.num_trials} trials"]
+    parts += [f"{merged.num_repeats} repeats of them"] if merged.num_repeats else []
+    parts += [f"left out: {merged.num_same} that stood in several"] if merged.num_same else []
+    parts += [f"left out: {merged.num_unfinished} without an outcome"] if merged.num_unfinished else []
+    print(f"study {into}: {', '.join(parts)}")
+
+
+@app.command("import")
+def import_(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Database address, or the file of an Optuna journal.")],
+    name: StudyName,
+    optuna_name: Annotated[
+        str | None, typer.Option("--optuna-name", metavar="NAME", help="Its name there. [default: the only one]")
+    ] = None,
+    runs_dir: RunsDir = DEFAULT_RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Make a study STUDY of one of Optuna's."""
+    from autotune.study.optuna_import import import_optuna
+
+    imported = import_optuna(url, optuna_name, study_folder(runs_dir, name))
+    if as_json:
+        print(json.dumps({"study": name, **vars(imported)}, indent=2))
+        return
+    print(f"study {name}: {imported.num_trials} trials, {imported.num_failed} of them failed or pruned")
+    if imported.num_left_out:
+        print(f"left out: {imported.num_left_out} without an end")
+    for note in imported.notes:
+        print(f"note: {note}")
 
 
 def _summary(folder: Path) -> Summary:

@@ -66,6 +66,7 @@ def _row(trial: TrialRow, snapshot: StudySnapshot) -> dict[str, Any]:
         "attempts": trial.attempts,
         "repeat_of": trial.repeat_of,
         "label": trial.plan,
+        "origin": trial.origin,
     }
     values = trial.values or {}
     row |= {f"{VALUE}{objective.name}": values.get(objective.name) for objective in snapshot.objectives}

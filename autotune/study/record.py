@@ -60,6 +60,8 @@ class Record:
     """Share of the full training that is done then."""
     cost: float = 1.0
     """What the number uses of the budget, in full trainings."""
+    origin: str = ""
+    """Study and number that it was copied from."""
 
     def encode(self) -> str:
         """As text."""
@@ -158,6 +160,7 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 folder=trial_folder(folder, trial.number),
                 forecast={name: Forecasted(*values) for name, values in record.forecast.items()},
                 is_guess=record.is_guess,
+                origin=record.origin,
             )
         )
     return tuple(rows)

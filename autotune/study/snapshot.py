@@ -49,6 +49,8 @@ class TrialRow:
     """Objective name -> what was estimated before the trial; empty where nothing was."""
     is_guess: bool = False
     """A first guess of the user's."""
+    origin: str = ""
+    """Study and number that it was copied from (``sweep-1/17``); empty for a trial of its own."""
 
 
 @dataclass(frozen=True)
