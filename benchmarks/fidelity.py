@@ -1,20 +1,24 @@
 """Trials that grow against full trainings, at equal total tokens, on published learning curves.
 
 TaskSet (Metz et al., arXiv:2002.11887; the subset of DyHPO): 9 text tasks, each with the validation and training losses
-of the same 1000 Adam configurations at 51 points. A search takes configurations of the table; it may stop them and go on.
-Its result is the best validation loss of a configuration that it trained to the end, as regret against the best of the
-table, over the distance from the best to the median (0: the best; 1: no better than the middle of the table).
+of the same 1000 Adam configurations at 51 points. A search takes configurations of the table; it may stop them and go
+on. Its result is the best validation loss of a configuration that it trained to the end, as regret against the best of
+the table, over the distance from the best to the median (0: the best; 1: no better than the middle of the table).
 
-    python benchmarks/fidelity.py PATH/taskset_rnn9.parquet --seeds 20
+    python benchmarks/fidelity.py [--shared ../shared] [--seeds 20] [--samplers random tpe]
+
+Searches that are in ``runs/benchmarks/fidelity.jsonl`` are not run again. Writes ``benchmarks/results/fidelity.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import time
+import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +31,11 @@ from autotune.search.seeds import derive_seed
 from autotune.space.fidelity import Fidelity
 from autotune.space.objectives import Objective
 from autotune.space.space import Dimension, Space
+from engine.atomic import write_json
 
-RESULTS = Path(__file__).parent / "results"
-BUDGETS = (5, 10, 20, 30)
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "fidelity.json"
+BUDGETS = (10, 20)
 """Full trainings' worth of tokens after which the results are compared."""
 NUM_POINTS = 50
 """Points of a curve after the one at the start."""
@@ -205,37 +211,92 @@ def _sampler(name: str) -> Any:
     return make_sampler(name)
 
 
-def regrets_at(found: Sequence[tuple[float, float]], budgets: Sequence[int]) -> list[float]:
-    """The best regret within each budget; 1 where nothing was trained to its end."""
-    return [min((regret for spent, regret in found if spent <= budget + 1e-9), default=1.0) for budget in budgets]
+def key_of(method: Method, budget: int, seed: int) -> str:
+    """Names one search on every task in the log."""
+    return json.dumps([*method, budget, seed])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+def missing(log: Path, methods: Sequence[Method], seeds: int, tables: Sequence[Table]) -> dict[str, list[float]]:
+    """Run the searches that the log lacks. A budget is a search of its own: what is kept for the end depends on it.
+
+    Returns:
+        Key -> regret on each task.
+    """
+    done: dict[str, list[float]] = {}
+    if log.exists():
+        for line in log.read_text().splitlines():
+            done.update(json.loads(line))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        for seed in range(seeds):
+            for method in methods:
+                for budget in BUDGETS:
+                    key = key_of(method, budget, seed)
+                    if key not in done:
+                        found = [search(table, method, seed, budget) for table in tables]
+                        done[key] = [min((regret for _, regret in one), default=1.0) for one in found]
+                        file.write(json.dumps({key: done[key]}) + "\n")
+                        file.flush()
+    return done
+
+
+def row_of(done: dict[str, list[float]], method: Method, seeds: int) -> list[dict[str, float]]:
+    """Mean regret at each budget over tasks and seeds; the difference to full trainings, seed by seed, with its
+    standard error."""
+    row = []
+    for budget in BUDGETS:
+        own, full = (
+            np.array([done[key_of(which, budget, seed)] for seed in range(seeds)])
+            for which in (method, Method(method.sampler, "", "full"))
+        )
+        change = (own - full).mean(axis=1)
+        error = float(change.std(ddof=1)) / seeds**0.5
+        row.append({"budget": budget, "regret": own.mean(), "change": change.mean(), "standard_error": error})
+    return row
+
+
+def _cell(words: str, cell: dict[str, float]) -> str:
+    change = "" if "full" in words else f" ({cell['change']:+.3f} ± {cell['standard_error']:.3f})"
+    return f"{cell['regret']:.3f}{change}"
+
+
+def main() -> int:
+    """Run what is missing, print the table, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="reference data")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--samplers", nargs="+", default=["random", "tpe"])
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    tables = read_tables(arguments.table)
-    for sampler in arguments.samplers:
-        for method in [Method(sampler, "", "full")] + [Method(sampler, l, p) for l in LADDERS for p in POLICIES]:
-            t0 = time.process_time()
-            res = []
-            for table in tables:
-                for seed in range(arguments.seeds):
-                    # each budget its own search: what is kept back for the end depends on it
-                    res.append([regrets_at(search(table, method, seed, b), [b])[0] for b in BUDGETS])
-            res = np.array(res).reshape(len(tables), arguments.seeds, -1)
-            print(
-                f"{method.words:45s}",
-                res.mean(axis=(0, 1)).round(4),
-                "sem",
-                (res.mean(0).std(0) / arguments.seeds**0.5).round(4),
-                f"{time.process_time() - t0:.0f} s",
-                flush=True,
-            )
+    parser.add_argument("--log", type=Path, default=Path("runs/benchmarks/fidelity.jsonl"))
+    options = parser.parse_args()
+    methods = [
+        Method(sampler, ladder, policy)
+        for sampler in options.samplers
+        for ladder, policy in [("", "full"), *((ladder, policy) for ladder in LADDERS for policy in POLICIES)]
+    ]
+    tables = read_tables(options.shared / "data" / "hpo" / "taskset_rnn9.parquet")
+    done = missing(options.log, methods, options.seeds, tables)
+    rows = {method.words: row_of(done, method, options.seeds) for method in methods}
+    lines = [
+        "| proposals, policy (rungs) | " + " | ".join(f"{budget} full trainings" for budget in BUDGETS) + " |",
+        "|---" * (1 + len(BUDGETS)) + "|",
+    ]
+    for words, row in rows.items():
+        cells = [_cell(words, cell) for cell in row]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    result = {
+        "title": "Trials that grow against full trainings, at equal tokens",
+        "setup": f"TaskSet, {len(tables)} text tasks, {options.seeds} seeds; mean regret over the distance from the"
+        " best to the median of the table; in brackets the change against full trainings with the same proposals, ± one"
+        " standard error over seeds",
+        "lines": lines,
+        "arguments": {"seeds": options.seeds, "samplers": options.samplers},
+        "rows": rows,
+        "versions": {name: version(name) for name in ("optuna", "numpy")},
+    }
+    print("\n".join(lines))
+    write_json(RESULT, result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
