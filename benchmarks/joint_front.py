@@ -1,0 +1,371 @@
+"""How soon a search finds the front of speed, memory and quality, on problems whose whole front is known.
+
+    python benchmarks/joint_front.py [--seeds 20] [--trials 50] [--only METHOD] [--noise 0.003]
+
+The problems (``joint_problem``): plans, batch and learning rate of published model sizes on machines of the catalogue.
+All methods see the same legal plans; what an unrestricted one proposes beyond them costs it nothing. Measured by the
+hypervolume of the true values of what was tried, as a share of the dense front's. Every seed draws anew how wrong the
+cost model is; run-to-run noise of quality is ``--noise``. Ours: with the prior fitted without the problem's model size,
+without it, and as a black box (a Gaussian process an objective over all dimensions, neither cost model nor prior).
+
+Runs that are in ``runs/benchmarks/joint_front.jsonl`` are not run again. Writes
+``benchmarks/results/joint_front.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from hpo_cells import load_dense
+from joint_problem import LEVEL_SHARE, MEMORY_SD, PLAN_SHARE, QUALITY_NOISE, TIME_SD, Problem
+
+from autotune.prior.fit import fit
+from autotune.prior.predict import Prior, TaskPrior
+from autotune.prior.tables import marin_rows, step_law_rows
+from autotune.search.joint import JointSampler
+from autotune.search.sampler import Observation, SearchState
+from autotune.search.seeds import derive_seed
+from autotune.search.uniform import uniform_draws
+from autotune.space.objectives import Objective
+from autotune.space.space import Scalar
+from engine.atomic import write_json
+
+ROOT = Path(__file__).resolve().parent
+LOG = ROOT.parent / "runs" / "benchmarks" / "joint_front.jsonl"
+RESULT = ROOT / "results" / "joint_front.json"
+
+PROBLEMS = (
+    ("N268M_D25.0B", "h100x8"),
+    ("N537M_D10.0B", "a100x8:2"),
+    ("N1074M_D20.0B", "h100x8:2"),
+    ("N429M_D8.0B", "h200x8"),
+)
+"""Cell and cluster. None of them was looked at while the search was made."""
+NUM_TRIALS = 50
+CHECKPOINTS = (1, 5, 10, 25, 50)
+MAX_REFUSED = 300
+"""Proposals of an unrestricted method in a row that may be illegal."""
+
+Chosen = dict[str, Scalar]
+Told = Callable[[int, Chosen], Observation]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A search."""
+
+    name: str
+    run: Callable[[Problem, Told, int], Iterator[tuple[Chosen, float]]]
+    """Problem, what tells a trial's values, seed -> candidates with the CPU seconds of choosing each, without end."""
+    num_seeds: int | None = None
+    """Fewer seeds than the others have, for a slow one."""
+    is_restricted: bool = False
+    """Whether it knows of the cost model."""
+
+
+# Ours -----------------------------------------------------------------------------------------------------------------
+
+
+def ours(
+    *, with_prior: bool, is_black_box: bool = False
+) -> Callable[[Problem, Told, int], Iterator[tuple[Chosen, float]]]:
+    """Our default sampler."""
+
+    def run(problem: Problem, tell: Told, seed: int) -> Iterator[tuple[Chosen, float]]:
+        space = problem.space
+        if is_black_box:  # objectives by other names are of nothing that is known
+            renamed = tuple(Objective(name=f"own_{o.name}", direction=o.direction) for o in space.objectives)
+            space = replace(space, objectives=renamed)
+        observations: list[Observation] = []
+        while True:
+            number = len(observations)
+            state = SearchState(
+                space, tuple(observations), number, derive_seed(seed, "sampler", number), seed,
+                enumeration=problem.enumeration,
+                forecast=None if is_black_box else problem.forecast,
+                task_prior=held_out_prior(problem) if with_prior else None,
+            )  # fmt: skip
+            begun = time.process_time()
+            chosen = JointSampler().propose(state)
+            seconds = time.process_time() - begun
+            assert chosen is not None, "the space is used up"
+            yield chosen, seconds
+            told = tell(number, chosen)
+            if is_black_box and told.values is not None:
+                told = replace(told, values={f"own_{name}": value for name, value in told.values.items()})
+            observations.append(told)
+
+    return run
+
+
+def held_out_prior(problem: Problem) -> TaskPrior:
+    """The prior fitted without any run of the problem's model size, at its task."""
+    return _prior_without(problem.cell.name.split("_")[0]).at(problem.cell.task)
+
+
+@cache
+def _prior_without(size: str) -> Prior:
+    folder = _shared() / "data" / "hpo"
+    out = {cell.task.num_parameters for cell in load_dense(_shared()) if cell.name.split("_")[0] == size}
+    left = [row for row in step_law_rows(folder) if row.task.num_parameters not in out]
+    return fit(left, marin_rows(folder))
+
+
+# Optuna ---------------------------------------------------------------------------------------------------------------
+
+
+def by_optuna(
+    make: Callable[[int], optuna.samplers.BaseSampler],
+) -> Callable[[Problem, Told, int], Iterator[tuple[Chosen, float]]]:
+    """One of Optuna's samplers over all legal plans; numbers of a list are ordered for it."""
+
+    def run(problem: Problem, tell: Told, seed: int) -> Iterator[tuple[Chosen, float]]:
+        def suggest(trial: optuna.Trial) -> Chosen | None:
+            chosen: Chosen = {}
+            for dimension in problem.space.dimensions:
+                if not problem.space.is_active(dimension, chosen):
+                    continue
+                if dimension.kind == "log_float":
+                    chosen[dimension.name] = trial.suggest_float(
+                        dimension.name, dimension.low, dimension.high, log=True
+                    )
+                elif all(isinstance(value, int) for value in dimension.values):
+                    index = trial.suggest_int(dimension.name, 0, len(dimension.values) - 1)
+                    chosen[dimension.name] = dimension.values[index]
+                else:
+                    chosen[dimension.name] = trial.suggest_categorical(dimension.name, dimension.values)
+            return chosen if problem.row(chosen) is not None else None
+
+        return _loop(make(seed), suggest, problem, tell, seed)
+
+    return run
+
+
+def on_front(problem: Problem, tell: Told, seed: int) -> Iterator[tuple[Chosen, float]]:
+    """Optuna's default over learning rate, batch and the place on the batch's exact front of estimates."""
+    table = problem.forecast.enumeration.table
+    fronts = {}
+    for batch in np.unique(table["global_batch_size"]):
+        rows = np.flatnonzero((table["global_batch_size"] == batch) & (problem.forecast.ranks == 0))
+        fronts[int(batch)] = rows[np.argsort(problem.forecast.predicted["speed"].value[rows], kind="stable")]
+    batches = sorted(fronts)
+
+    def suggest(trial: optuna.Trial) -> Chosen:
+        cell = problem.cell
+        rate = trial.suggest_float("rate", float(cell.rates[0]), float(cell.rates[-1]), log=True)
+        rows = fronts[batches[trial.suggest_int("batch", 0, len(batches) - 1)]]
+        row = rows[min(int(trial.suggest_float("place", 0.0, 1.0) * len(rows)), len(rows) - 1)]
+        return {**problem.plan(row), "hyperparameters.learning_rate": rate}
+
+    return _loop(default(seed), suggest, problem, tell, seed)
+
+
+def _loop(
+    sampler: optuna.samplers.BaseSampler,
+    suggest: Callable[[optuna.Trial], Chosen | None],
+    problem: Problem,
+    tell: Told,
+    seed: int,
+) -> Iterator[tuple[Chosen, float]]:
+    study = optuna.create_study(directions=[o.direction for o in problem.space.objectives], sampler=sampler)
+    number = 0
+    while True:
+        begun = time.process_time()
+        for _ in range(MAX_REFUSED):
+            trial = study.ask()
+            chosen = suggest(trial)
+            if chosen is not None:
+                break
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            chosen = next(uniform_draws(problem.space, problem.enumeration, derive_seed(seed, "rescue", number)))
+        seconds = time.process_time() - begun
+        yield chosen, seconds
+        values = tell(number, chosen).values
+        number += 1
+        if trial.number in {t.number for t in study.get_trials(deepcopy=False) if t.state.is_finished()}:
+            continue  # a rescue, which the sampler does not hear of
+        if values is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, [values[o.name] for o in problem.space.objectives])
+
+
+def default(seed: int) -> optuna.samplers.BaseSampler:
+    """What Optuna takes for several objectives when it is not told."""
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+def at_random(problem: Problem, tell: Told, seed: int) -> Iterator[tuple[Chosen, float]]:
+    """Legal candidates, all alike."""
+    for number, chosen in enumerate(uniform_draws(problem.space, problem.enumeration, seed)):
+        yield chosen, 0.0
+        tell(number, chosen)
+
+
+METHODS = (
+    Method("ours", ours(with_prior=True), is_restricted=True),
+    Method("ours, no prior", ours(with_prior=False), is_restricted=True),
+    Method("ours, black box", ours(with_prior=False, is_black_box=True), num_seeds=5, is_restricted=True),
+    Method("TPE on the front", on_front, is_restricted=True),
+    Method("Optuna TPE", by_optuna(default)),
+    Method("Optuna NSGA-II", by_optuna(lambda seed: optuna.samplers.NSGAIISampler(seed=seed))),
+    Method("Optuna GP", by_optuna(lambda seed: optuna.samplers.GPSampler(seed=seed)), num_seeds=2),
+    Method("random", at_random),
+)
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run what is missing, evaluate all, write the result file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=NUM_TRIALS, help="of each search")
+    parser.add_argument("--only", help="name of one method")
+    parser.add_argument("--noise", type=float, default=QUALITY_NOISE, help="run-to-run noise of quality, nats")
+    arguments = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    cells = {cell.name: cell for cell in load_dense(_shared())}
+    done = read_log(LOG)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    for seed in range(arguments.seeds):
+        for cell, cluster in PROBLEMS:
+            missing = [m for m in METHODS if _is_missing(m, cell, cluster, seed, arguments, done)]
+            problem = Problem.of(cells[cell], cluster, seed) if missing else None
+            for method in missing:
+                assert problem is not None, "made where a method is missing"
+                row = run(problem, method, seed, arguments.noise, arguments.trials)
+                done[_key(row)] = row
+                with open(LOG, "a", encoding="utf-8") as log:
+                    log.write(json.dumps(row) + "\n")
+    result = evaluate(done)
+    write_json(RESULT, result)
+    show(result)
+    return 0
+
+
+def run(problem: Problem, method: Method, seed: int, noise: float, num_trials: int) -> dict[str, Any]:
+    """One search as one line of the log."""
+    trials: list[Chosen] = []
+    seconds = []
+    search = method.run(problem, lambda number, chosen: problem.observe(number, chosen, noise), seed)
+    for chosen, cpu in search:
+        trials.append(chosen)
+        seconds.append(cpu)
+        if len(trials) == num_trials:
+            break
+    return {
+        "problem": problem.name, "method": method.name, "seed": seed, "noise": noise,
+        "volume": problem.history(trials).round(5).tolist(),
+        "ask_cpu_seconds": round(float(np.mean(seconds)), 5),
+    }  # fmt: skip
+
+
+def _is_missing(
+    method: Method, cell: str, cluster: str, seed: int, arguments: argparse.Namespace, done: Mapping[Any, Any]
+) -> bool:
+    if arguments.only not in (None, method.name) or (method.num_seeds is not None and seed >= method.num_seeds):
+        return False
+    row = done.get((f"{cell} on {cluster}", method.name, seed, arguments.noise))
+    return row is None or len(row["volume"]) < arguments.trials
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, int, float]:
+    return row["problem"], row["method"], row["seed"], row["noise"]
+
+
+def read_log(path: Path) -> dict[tuple[str, str, int, float], dict[str, Any]]:
+    """Earlier runs; a torn last line is left out."""
+    done = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            done[_key(row)] = row
+    return done
+
+
+def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]]) -> dict[str, Any]:
+    """Mean share of the dense front's volume by trials; and the trials after which a method is, on average over seeds,
+    where the best unrestricted one is after all of its own."""
+    grouped: dict[tuple[str, float], dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    seconds = defaultdict(list)
+    for (problem, method, _, noise), row in done.items():
+        grouped[problem, noise][method].append(row["volume"])
+        seconds[problem, noise, method].append(row["ask_cpu_seconds"])
+    table = []
+    for (problem, noise), methods in sorted(grouped.items()):
+        curves = {name: _curve(rows) for name, rows in methods.items()}
+        last = {m.name: curves[m.name][0][-1] for m in METHODS if not m.is_restricted and m.name in curves}
+        best = max(last, key=lambda name: last[name], default=None)
+        entry: dict[str, Any] = {"problem": problem, "noise": noise, "best_unrestricted": best, "methods": {}}
+        for name, rows in methods.items():
+            mean, error, count = curves[name]
+            reached = np.flatnonzero(mean >= last[best]) if best else np.zeros(0)
+            entry["methods"][name] = {
+                "num_seeds": len(rows),
+                "seeds_after": {str(n): int(count[n - 1]) for n in CHECKPOINTS if n <= len(mean)},
+                "mean_volume": {str(n): round(float(mean[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
+                "standard_error": {str(n): round(float(error[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
+                "trials_to_best_unrestricted": int(reached[0]) + 1 if len(reached) else None,
+                "ask_cpu_seconds": round(float(np.mean(seconds[problem, noise, name])), 4),
+            }
+        table.append(entry)
+    return {
+        "num_trials": NUM_TRIALS,
+        "errors": {
+            "time_sd": TIME_SD, "memory_sd": MEMORY_SD, "level_share": LEVEL_SHARE, "plan_share": PLAN_SHARE,
+        },
+        "versions": {name: version(name) for name in ("optuna", "numpy", "scipy")},
+        "problems": table,
+    }  # fmt: skip
+
+
+def _curve(rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over searches, its standard error (0 for one), and the number of searches, after each trial."""
+    table = np.full((len(rows), max(map(len, rows))), np.nan)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    count = np.isfinite(table).sum(axis=0)
+    spread = np.nanstd(table, axis=0) * np.sqrt(count / np.maximum(count - 1, 1))
+    return np.nanmean(table, axis=0), spread / np.sqrt(count), count
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """The table for people."""
+    print(f"share of the dense front's hypervolume after {', '.join(map(str, CHECKPOINTS))} trials (mean over seeds);")
+    print(f"trials to where the best unrestricted method is after {result['num_trials']}; CPU seconds an ask")
+    for entry in result["problems"]:
+        print(f"\n{entry['problem']}, noise of quality {entry['noise']:g} nats")
+        for method in METHODS:
+            if (row := entry["methods"].get(method.name)) is None:
+                continue
+            means = [row["mean_volume"].get(str(count)) for count in CHECKPOINTS]
+            volumes = "  ".join("    -" if mean is None else f"{mean:.3f}" for mean in means)
+            reached = row["trials_to_best_unrestricted"] or f"> {result['num_trials']}"
+            seeds = f"{row['num_seeds']} seeds"
+            print(f"  {method.name:18} {volumes}   {reached!s:>5} trials  {row['ask_cpu_seconds']:.3f} s  ({seeds})")
+
+
+def _shared() -> Path:
+    return ROOT.parent.parent / "shared"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
