@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from autotune.search.sampler import Sampler
 from engine.errors import UserError
 
-DEFAULT_SAMPLER = "tpe"
+DEFAULT_SAMPLER = "joint"
 
 
 def _joint() -> Sampler:
