@@ -520,7 +520,7 @@ def _let_go(study: StoredStudy, asked: dict[int, Assignment], scratch: tempfile.
 
 
 def _trial_of(assignment: Assignment, space: CommandSpace, is_stored: bool) -> Trial:
-    values = space.names(assignment.parameters)
+    values = {**space.fixed, **assignment.parameters}
     folder = assignment.folder if is_stored else None
     return Trial(assignment.number, values, assignment.seed, folder, assignment)
 

@@ -31,7 +31,7 @@ def best_values(snapshot: StudySnapshot, trial: TrialRow, *, how: str, seed: int
         seed: Of the command; None for the trial's.
     """
     space = space_of_data(snapshot.space, snapshot.name)
-    values = space.names(trial.parameters)
+    values = {**space.fixed, **trial.parameters}
     data: dict[str, Any] = {"study": snapshot.name, "trial": trial.number, "picked": how}
     data |= {"values": values, "measured": dict(trial.values or {})}
     program = space.program(trial.parameters, _seed_of(trial) if seed is None else seed)

@@ -12,6 +12,9 @@ from autotune.space.program import OWN_PLACEHOLDERS, SEED, Program, Template
 from autotune.space.space import Candidate, Scalar, Space
 from autotune.specs.cluster import ClusterSpec
 
+LENGTH = "sequence_length"
+"""The key of ``task`` that goes with a batch in sequences."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpace(Space):
@@ -27,6 +30,11 @@ class CommandSpace(Space):
     """The machine that programs run on; None for functions."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """What is trained, in the words of ``prior.task.Task``; empty where it was not told."""
+
+    def names(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Space``; also the length of the task's sequences, by which the prior tells a batch in tokens."""
+        known = {LENGTH: self.task[LENGTH]} if LENGTH in self.task else {}
+        return {**known, **super().names(chosen)}
 
     def program(self, chosen: Mapping[str, Scalar], seed: int) -> Program | None:
         """See ``Space``."""

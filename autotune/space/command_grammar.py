@@ -23,10 +23,18 @@ from autotune.space.space import Dimension, Scalar
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
 from engine.schema import Located, Schema, parse
+from engine.units import parse_count, parse_tokens
 from engine.yaml_file import KeyPath, YamlDocument
 
 LIMITS = {"time": "seconds", "memory": "memory_bytes"}
 """Key of ``limits`` -> what it is. A program gives no sign of life, so there is no heartbeat."""
+QUANTITIES = {
+    "num_parameters": parse_count,
+    "num_active_parameters": parse_count,
+    "sequence_length": parse_count,
+    "total_tokens": parse_tokens,
+}
+"""Keys of ``task`` that may be written as ``100M``."""
 NAME = r"[A-Za-z_][^\s{}]*"
 """What a searched value may be called."""
 
@@ -317,7 +325,8 @@ class _Builder(FormReader):
                 close = difflib.get_close_matches(str(name), sorted(names), n=1)
                 hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(names))}"
                 self.fail(f"'task.roles.{role}': nothing is called {name!r}", hint, ("task", "roles", role))
-        return roles, {key: value for key, value in written.items() if key != "roles"}
+        task = self.converted("task", {key: value for key, value in written.items() if key != "roles"}, QUANTITIES)
+        return roles, task
 
 
 def _allow(name: str, path: KeyPath) -> None:

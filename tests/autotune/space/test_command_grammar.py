@@ -150,3 +150,10 @@ def test_conditions_do_not_read_what_may_be_absent() -> None:
 def test_a_file_without_a_command_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no command to run"):
         load_command_space(write(tmp_path, "objectives: {loss: minimize}\nspace: {x: [1, 2]}\n"))
+
+
+def test_a_task_may_be_written_with_quantities(tmp_path: Path) -> None:
+    task = "  num_parameters: 100M\n  total_tokens: 2B\n  sequence_length: 2k\n"
+    space = load_command_space(write(tmp_path, FILE.replace("  num_parameters: 1000000\n", task)))
+    assert space.task == {"num_parameters": 10**8, "total_tokens": 2 * 10**9, "sequence_length": 2000}
+    assert space.names({})["sequence_length"] == 2000
