@@ -20,8 +20,6 @@ MAGNITUDES = 8.0
 """Numbers listed as choices are placed by logarithm when the greatest is so many times the least, or more."""
 ABSENT = 0.5
 """The coordinate of a dimension that is not searched under the values chosen before it."""
-FIDELITY_OCTAVES = 8.0
-"""A trial of 2^-8 of the full length lies one unit away from a full one."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +182,11 @@ class Encoding:
         columns = [axis.snapped(places) for axis, places in zip(self.axes, coordinates.T, strict=True)]
         return np.stack(columns, axis=1) if columns else coordinates
 
-    def columns(self, coordinates: np.ndarray, fidelities: np.ndarray | None = None) -> Inputs:
+    def columns(self, coordinates: np.ndarray) -> Inputs:
         """What a model sees.
 
         Args:
             coordinates: ``[n, num_dimensions]``; NaN where a dimension is absent.
-            fidelities: ``[n]``: the share of a full trial that each one is, above 0 and at most 1; None where all are
-                full and the model needs no such input.
         """
         columns: list[np.ndarray] = []
         groups: list[int] = []
@@ -204,8 +200,5 @@ class Encoding:
                 columns.append((~np.isnan(places)).astype(np.float64))
                 groups.append(group)
                 group += 1
-        if fidelities is not None:
-            columns.append(np.clip(1.0 + np.log2(fidelities) / FIDELITY_OCTAVES, 0.0, 1.0))
-            groups.append(group)
         x = np.stack(columns, axis=1) if columns else np.zeros((len(coordinates), 0))
         return Inputs(x, np.array(groups, dtype=np.int64))

@@ -35,8 +35,10 @@ LEVEL_SPREADS = 10.0
 """What all candidates of a rung still gain is not known within so many times their spread, before any went on."""
 SPREAD_RATIO = 0.3
 """Without a curve a value still moves by so much of the spread of the rung's values."""
-OPTIMISM = 0.5
+OPTIMISM = 0.0
 """A candidate is ranked by its forecast less so many standard deviations."""
+TOLERANCE = 1e-9
+"""Of sums of shares."""
 
 
 class Growth(NamedTuple):
@@ -70,7 +72,11 @@ class Chain:
         """The farthest number with values; None without any, or where it failed by its own fault on the way."""
         if self.last.state == "failed" and self.last.failure not in CHANCE:
             return None
-        measured = [link for link in self.links if link.values is not None]
+        return self.at(self.last.rung)
+
+    def at(self, rung: int) -> Observation | None:
+        """The farthest number with values up to a rung."""
+        measured = [link for link in self.links if link.values is not None and link.rung <= rung]
         return measured[-1] if measured else None
 
 
@@ -99,22 +105,35 @@ class Forecasts:
     can't change their order and is left out; 0 for what was measured."""
 
     @classmethod
-    def of(cls, chains: Sequence[Chain], objectives: Sequence[Objective], fidelity: Fidelity) -> Forecasts:
-        """Forecast every candidate, from the last rung's backwards."""
-        mean = np.full((len(chains), len(objectives)), np.nan)
+    def of(
+        cls,
+        chains: Sequence[Chain],
+        links: Sequence[Observation | None],
+        objectives: Sequence[Objective],
+        fidelity: Fidelity,
+    ) -> Forecasts:
+        """Forecast candidates.
+
+        Args:
+            chains: What all of them went through.
+            links: ``[n]``: the numbers to forecast from; None where nothing is known.
+            objectives: The columns.
+            fidelity: The rungs.
+        """
+        mean = np.full((len(links), len(objectives)), np.nan)
         sd = np.zeros_like(mean)
         for column, objective in enumerate(objectives):
             sign = -1.0 if objective.direction == "maximize" else 1.0
-            for row, chain in enumerate(chains):
-                if (known := chain.known) is not None and known.values is not None:
-                    mean[row, column] = sign * known.values[objective.name]
-            if objective.name in MEASURED_EXACTLY:
-                continue
+            for row, link in enumerate(links):
+                if link is not None and link.values is not None:
+                    mean[row, column] = sign * link.values[objective.name]
             for rung in range(fidelity.last):
+                if objective.name in MEASURED_EXACTLY and fidelity.continues(rung + 1):
+                    continue
                 change = _Change.fit(chains, objective, fidelity, rung)
-                for row, chain in enumerate(chains):
-                    if (known := chain.known) is not None and known.rung <= rung:
-                        fall = change.of(known)
+                for row, link in enumerate(links):
+                    if link is not None and link.rung <= rung:
+                        fall = change.of(link)
                         mean[row, column] -= fall.mean
                         sd[row, column] = np.hypot(sd[row, column], fall.sd)
         return cls(mean, sd)
@@ -251,61 +270,56 @@ def next_growth(state: SearchState, fidelity: Fidelity, left: float, *, may_begi
             budget goes.
     """
     chains = chains_of(state.observations)
-    forecasts = Forecasts.of(chains, state.space.objectives, fidelity)
-    order = _order(chains, forecasts, state.space.objectives)
-    waiting = [row for row in order if _is_waiting(chains[row], fidelity)]
     if not may_begin:
-        for row in waiting:
-            last = chains[row].last
-            if fidelity.cost_from(last.rung + 1) <= left + 1e-9:
-                return Growth(last.number, last.rung + 1)
+        waiting = [chain.known for chain in chains if _is_waiting(chain, fidelity)]
+        for link in _ranked(chains, waiting, state.space.objectives, fidelity):
+            if fidelity.cost_from(link.rung + 1) <= left + TOLERANCE:
+                return Growth(link.number, link.rung + 1)
         return None
     for rung in range(fidelity.last - 1, -1, -1):
-        members = [row for row in order if _reached(chains[row], rung)]
-        best = members[: int(len(members) / fidelity.eta)]
-        for row in best:
-            if row in waiting and chains[row].last.rung == rung:
-                return Growth(chains[row].last.number, rung + 1)
+        # Each as it stood at this rung: what has become of those that went on is no fair rival.
+        members = [chain.at(rung) for chain in chains if any(link.rung == rung for link in chain.links)]
+        waits = {chain.last.number for chain in chains if _is_waiting(chain, fidelity)}
+        order = _ranked(chains, members, state.space.objectives, fidelity)
+        for link in order[: int(len(order) / fidelity.eta)]:
+            if link.number in waits:
+                return Growth(link.number, rung + 1)
     return None
 
 
-def _order(chains: Sequence[Chain], forecasts: Forecasts, objectives: Sequence[Objective]) -> list[int]:
-    """Rows of the candidates of which something is known, from the best on."""
-    costs = forecasts.mean - OPTIMISM * forecasts.sd
-    rows = np.flatnonzero(np.isfinite(costs).all(axis=1)).tolist()
-    if not rows:
+def _ranked(
+    chains: Sequence[Chain], links: Sequence[Observation | None], objectives: Sequence[Objective], fidelity: Fidelity
+) -> list[Observation]:
+    """Those of which something is known, from the best forecast on."""
+    known = [link for link in links if link is not None]
+    if not known:
         return []
-    expected = [_expected(chains[row], forecasts, row, objectives) for row in rows]
+    forecasts = Forecasts.of(chains, known, objectives, fidelity)
+    expected = [_expected(link, forecasts, row, objectives) for row, link in enumerate(known)]
     violations = violations_of(expected, objectives).max(axis=1)
-    return [rows[place] for place in ranked(costs[rows], violations)]
+    return [known[row] for row in ranked(forecasts.mean - OPTIMISM * forecasts.sd, violations).tolist()]
 
 
 def _is_waiting(chain: Chain, fidelity: Fidelity) -> bool:
     return chain.last.values is not None and chain.last.rung < fidelity.last
 
 
-def _reached(chain: Chain, rung: int) -> bool:
-    return any(link.rung == rung and link.values is not None for link in chain.links)
-
-
-def _expected(chain: Chain, forecasts: Forecasts, row: int, objectives: Sequence[Objective]) -> Observation:
-    """A candidate as samplers see it: with what is known of its full training."""
-    known = chain.known
-    assert known is not None
+def _expected(link: Observation, forecasts: Forecasts, row: int, objectives: Sequence[Objective]) -> Observation:
+    """A candidate of which something is known, as samplers see it: as if it had been trained in full."""
     values, noise = {}, {}
     for column, objective in enumerate(objectives):
         sign = -1.0 if objective.direction == "maximize" else 1.0
         values[objective.name] = sign * float(forecasts.mean[row, column])
         if forecasts.sd[row, column] > 0:
             noise[objective.name] = float(forecasts.sd[row, column])
-    return replace(chain.first, state="ok", values=values, failure="", noise=noise, fidelity=known.fidelity)
+    return replace(link, state="ok", values=values, failure="", noise=noise, fidelity=1.0)
 
 
 def as_candidates(state: SearchState, fidelity: Fidelity) -> SearchState:
     """The state as samplers see it: one observation a candidate, under the number that began it. Where it has not grown
     to the end its values are forecasts, with their ``noise``."""
     chains = chains_of(state.observations)
-    forecasts = Forecasts.of(chains, state.space.objectives, fidelity)
+    forecasts = Forecasts.of(chains, [chain.known for chain in chains], state.space.objectives, fidelity)
     seen: Mapping[int, Observation] = {
         chain.first.number: _seen(chain, forecasts, row, state.space.objectives) for row, chain in enumerate(chains)
     }
@@ -315,6 +329,6 @@ def as_candidates(state: SearchState, fidelity: Fidelity) -> SearchState:
 
 def _seen(chain: Chain, forecasts: Forecasts, row: int, objectives: Sequence[Objective]) -> Observation:
     if chain.known is not None:
-        return _expected(chain, forecasts, row, objectives)
+        return _expected(chain.first, forecasts, row, objectives)
     last = chain.last
     return replace(chain.first, state=last.state, values=last.values, failure=last.failure, fidelity=last.fidelity)

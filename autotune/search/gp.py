@@ -65,6 +65,8 @@ class Points:
     """``[n]``: known factor of the Matern part's standard deviation."""
     basis: np.ndarray
     """``[n, p]``: linear terms, each times its prior standard deviation."""
+    noise: np.ndarray | None = None
+    """``[n]``: known standard deviation of each value beside the noise that all have; None for none."""
 
     @classmethod
     def plain(cls, inputs: Inputs, level_sd: float = 1.0) -> Points:
@@ -74,6 +76,11 @@ class Points:
 
     def __len__(self) -> int:
         return len(self.mean)
+
+    @property
+    def noise_variance(self) -> np.ndarray | float:
+        """Of the known noise, ``[n]``."""
+        return 0.0 if self.noise is None else self.noise**2
 
     @cached_property
     def centred(self) -> np.ndarray:
@@ -196,8 +203,10 @@ class GaussianProcess:
 
         covariance = kernel.covariance(points, points)
         diagonal = np.diag_indices_from(covariance)
-        covariance[diagonal] += kernel.noise**2 + JITTER * float(covariance[diagonal].max(initial=1.0))
-        factor = cholesky(covariance, lower=True)
+        covariance[diagonal] += (
+            points.noise_variance + kernel.noise**2 + JITTER * float(covariance[diagonal].max(initial=1.0))
+        )
+        factor = cholesky(covariance, lower=True, check_finite=False)
         return cls(kernel, points, y, factor, cho_solve((factor, True), y - points.mean), log_evidence)
 
     def believing(self, points: Points) -> GaussianProcess:
@@ -229,13 +238,17 @@ class GaussianProcess:
         from scipy.linalg import solve_triangular
 
         cross = self.kernel.covariance(self.points, points)
-        return points.mean + cross.T @ self.weights, solve_triangular(self.factor, cross, lower=True)
+        return points.mean + cross.T @ self.weights, solve_triangular(
+            self.factor, cross, lower=True, check_finite=False
+        )
 
 
 def join(a: Points, b: Points) -> Points:
     """The points of both."""
     pairs = {name: np.concatenate([getattr(a, name), getattr(b, name)]) for name in ("mean", "scale", "basis")}
-    return Points(inputs=replace(a.inputs, x=np.concatenate([a.inputs.x, b.inputs.x])), **pairs)
+    noise = [np.zeros(len(points)) if points.noise is None else points.noise for points in (a, b)]
+    inputs = replace(a.inputs, x=np.concatenate([a.inputs.x, b.inputs.x]))
+    return Points(inputs=inputs, noise=np.concatenate(noise), **pairs)
 
 
 class Evidence:
@@ -281,16 +294,18 @@ class Evidence:
         if self.square is not None:
             covariance += kernel.curvature**2 * self.square
         diagonal = np.diag_indices_from(covariance)
-        covariance[diagonal] += kernel.noise**2 + JITTER * float(covariance[diagonal].max(initial=1.0))
+        covariance[diagonal] += (
+            self.points.noise_variance + kernel.noise**2 + JITTER * float(covariance[diagonal].max(initial=1.0))
+        )
         away = (log - self.centre) / self.spread
         try:
-            factor = cholesky(covariance, lower=True)
+            factor = cholesky(covariance, lower=True, check_finite=False)
         except LinAlgError:
             return 1e10, np.zeros_like(log)
         residual = self.y - self.points.mean
-        weights = cho_solve((factor, True), residual)
+        weights = cho_solve((factor, True), residual, check_finite=False)
         value = 0.5 * float(residual @ weights) + float(np.log(np.diagonal(factor)).sum())
-        inverse = cho_solve((factor, True), np.eye(len(residual)))
+        inverse = cho_solve((factor, True), np.eye(len(residual)), check_finite=False)
         # d value / d covariance; each hyperparameter's gradient is the sum of it times the covariance's derivative.
         outer = 0.5 * (inverse - np.outer(weights, weights))
         sensitivity = outer * (variance * self.scales * slope)

@@ -64,7 +64,7 @@ def hyperparameter_columns(space: Space, columns: Mapping[str, np.ndarray]) -> d
     """What the prior's hyperparameters are in chosen values, under its own names.
 
     Args:
-        space: Names are taken with or without a ``hyperparameters.`` before them.
+        space: Names are taken by its roles, or with or without a ``hyperparameters.`` before them.
         columns: Dimension name -> values ``[n]``; NaN or None where the dimension is absent.
 
     Returns:
@@ -73,7 +73,7 @@ def hyperparameter_columns(space: Space, columns: Mapping[str, np.ndarray]) -> d
     base = space.names({})
 
     def column(*names: str) -> np.ndarray | None:
-        for name in names:
+        for name in (space.roles.get(names[-1], names[-1]), *names):
             if name in columns:
                 values = columns[name]
                 absent = values == None if values.dtype == object else np.isnan(values)  # noqa: E711
@@ -99,7 +99,6 @@ class View:
     space: Space
     encoding: Encoding
     prior: TaskPrior | None
-    uses_fidelity: bool
     centre: float
     unit: float
     """Costs are ``centre + unit * y``."""
@@ -107,19 +106,18 @@ class View:
     """Of y."""
     cap: float
     """Greatest excess over the level that any cost has, in y."""
+    optimum_sd: float = 0.0
+    """The prior's standard deviation at its own optimum."""
 
-    def points(self, coordinates: np.ndarray, fidelities: np.ndarray | None = None) -> Points:
-        """Coordinates ``[n, k]`` with what is known there; full trials where no fidelities ``[n]`` are given."""
-        if self.uses_fidelity and fidelities is None:
-            fidelities = np.ones(len(coordinates))
-        inputs = self.encoding.columns(coordinates, fidelities if self.uses_fidelity else None)
+    def points(self, coordinates: np.ndarray) -> Points:
+        """Coordinates ``[n, k]`` with what is known there."""
+        inputs = self.encoding.columns(coordinates)
         if self.prior is None:
             return Points.plain(inputs, self.level_sd)
         columns = self.encoding.value_columns(coordinates)
         excess, sd = self.prior.excess(hyperparameter_columns(self.space, columns))
         mean = np.minimum(np.broadcast_to(excess, len(coordinates)) / self.unit, self.cap)
-        at_optimum = self.prior.excess({name: np.array([value]) for name, value in self.prior.optimum().items()})[1]
-        sd = np.minimum(np.broadcast_to(sd, len(coordinates)), float(at_optimum[0]) + SHAPE_SD * mean * self.unit)
+        sd = np.minimum(np.broadcast_to(sd, len(coordinates)), self.optimum_sd + SHAPE_SD * mean * self.unit)
         scale = np.minimum(np.hypot(sd, self._uncovered()) / self.unit, self.cap)
         return Points(inputs, mean, scale, np.stack([np.full(len(mean), self.level_sd), WEIGHT_SD * mean], axis=1))
 
@@ -151,16 +149,17 @@ class QualityModel:
             objective: Whose costs.
         """
         encoding = Encoding.of(state.space.dimensions)
-        prior = state.task_prior if objective.name == QUALITY else None
+        is_quality = objective.name == state.space.roles.get(QUALITY, QUALITY)
+        prior = state.task_prior if is_quality else None
         predicted = prior.loss_level() if prior else None
         told = [o for o in state.tried if o.state == "ok" or o.failure in DIVERGED]
         # Without a predicted level the best trial stands for it.
-        best = None if prior is None else {QUALITY: predicted[0] if predicted else 0.0}
+        best = None if prior is None else {objective.name: predicted[0] if predicted else 0.0}
         costs = costs_of(told, [objective], best)[:, 0]
         coordinates = encoding.coordinates([o.parameters for o in told])
-        fidelities = np.array([o.fidelity for o in told])
-        view = View(state.space, encoding, None, bool((fidelities < 1.0).any()), 0.0, 1.0, 1.0, math.inf)
-        trials = _Trials(coordinates, fidelities, costs)
+        noise = np.array([o.noise.get(objective.name, 0.0) for o in told])
+        view = View(state.space, encoding, None, 0.0, 1.0, 1.0, math.inf)
+        trials = _Trials(coordinates, costs, noise)
         running = encoding.coordinates([o.parameters for o in state.tried if o.state == "running"])
         if prior is not None:
             with_prior, evidence = _with_prior(view, prior, predicted, trials)
@@ -193,12 +192,15 @@ class QualityModel:
 @dataclass(frozen=True)
 class _Trials:
     coordinates: np.ndarray
-    fidelities: np.ndarray
     costs: np.ndarray
+    noise: np.ndarray
+    """Of costs that are forecasts of full trainings (``fidelity``)."""
 
     def fit(self, view: View, laws: Priors | None = None) -> GaussianProcess:
-        points = view.points(self.coordinates, self.fidelities)
-        return GaussianProcess.fit(points, (self.costs - view.centre) / view.unit, laws)
+        points = replace(view.points(self.coordinates), noise=self.noise / view.unit)
+        return GaussianProcess.fit(
+            points, (self.costs - view.centre) / view.unit, laws, num_starts=2 if laws is None else 1
+        )
 
 
 def _alone(view: View, trials: _Trials) -> tuple[View, GaussianProcess]:
@@ -214,10 +216,12 @@ def _with_prior(
     view: View, prior: TaskPrior, predicted: tuple[float, float] | None, trials: _Trials
 ) -> tuple[tuple[View, GaussianProcess], float]:
     """The trials with the prior, and how much better than without it (log evidence; 0 without trials)."""
+    _, at_optimum = prior.excess({name: np.array([value]) for name, value in prior.optimum().items()})
+    view = replace(view, optimum_sd=float(at_optimum[0]))
     centre, level_sd = predicted or (0.0, LEVEL_SD_NATS)
     if predicted is None and len(trials.costs):
         plain = replace(view, prior=prior, unit=UNIT_NATS)
-        excess = UNIT_NATS * plain.points(trials.coordinates, trials.fidelities).mean
+        excess = UNIT_NATS * plain.points(trials.coordinates).mean
         centre = float(np.median(trials.costs - np.minimum(excess, np.ptp(trials.costs))))
     best = max(centre, float(trials.costs.min(initial=centre)))
     cap = (CAP_RATIO * best - centre) / UNIT_NATS if best > 0 else math.inf

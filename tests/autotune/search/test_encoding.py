@@ -78,10 +78,3 @@ def test_an_absent_dimension_says_so_and_lies_at_one_place():
     assert inputs.x[1].tolist() == inputs.x[2].tolist()
     assert inputs.x[0].tolist() != inputs.x[1].tolist()
     assert encoding.values(np.array([math.nan])) == {}
-
-
-def test_fidelity_is_a_column_of_its_own():
-    encoding = Encoding.of(DIMENSIONS[:1])
-    inputs = encoding.columns(np.full((2, 1), 0.5), np.array([1.0, 1 / 16]))
-    assert inputs.x[:, 1].tolist() == [1.0, 0.5]
-    assert inputs.groups.tolist() == [0, 1]

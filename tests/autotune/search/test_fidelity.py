@@ -34,6 +34,11 @@ def full(number: int, of: int, loss: float, **values: float) -> Observation:
     return Observation(number, "ok", {"x": 0.1 * of}, {"quality": loss, **values}, rung=1, continues=of)
 
 
+def forecast(observations: list[Observation], objectives: list[Objective], fidelity: Fidelity) -> Forecasts:
+    chains = chains_of(observations)
+    return Forecasts.of(chains, [chain.known for chain in chains], objectives, fidelity)
+
+
 def falling(to: float, by: float) -> Curve:
     """A curve that ends at ``to`` and fell by ``by`` over its second half."""
     x = np.linspace(0.01, 0.25, 40)
@@ -53,7 +58,7 @@ def test_the_best_half_goes_on_once_there_are_enough() -> None:
 def test_a_slow_starter_with_a_steep_curve_is_not_dropped() -> None:
     flat = [part(number, 2.5, curve=falling(2.5, 0.01)) for number in range(3)]
     steep = part(3, 2.6, curve=falling(2.6, 0.5))
-    forecasts = Forecasts.of(chains_of([*flat, steep]), [QUALITY], TWO)
+    forecasts = forecast([*flat, steep], [QUALITY], TWO)
     assert forecasts.mean[3, 0] < forecasts.mean[:3, 0].min()
     assert next_growth(state([*flat, steep]), TWO, 10.0) == Growth(3, 1)
 
@@ -61,7 +66,7 @@ def test_a_slow_starter_with_a_steep_curve_is_not_dropped() -> None:
 def test_forecasts_learn_from_the_candidates_that_went_on() -> None:
     begun = [part(number, 3.0 + 0.1 * number) for number in range(6)]
     grown = [full(6 + number, number, 2.0 + 0.1 * number) for number in range(4)]
-    forecasts = Forecasts.of(chains_of([*begun, *grown]), [QUALITY], TWO)
+    forecasts = forecast([*begun, *grown], [QUALITY], TWO)
     assert forecasts.mean[5, 0] == pytest.approx(2.5, abs=0.1), "a training still gains 1.0"
     assert forecasts.sd[:4].tolist() == [[0.0]] * 4
     assert forecasts.sd[5, 0] > 0
@@ -70,13 +75,13 @@ def test_forecasts_learn_from_the_candidates_that_went_on() -> None:
 def test_losses_of_a_narrower_model_are_on_a_level_of_their_own() -> None:
     narrow = Fidelity(rungs=(1.0, 1.0), widths=(0.5, 1.0), eta=2.0)
     begun = [part(number, 4.0 + 0.1 * number) for number in range(4)]
-    forecasts = Forecasts.of(chains_of([*begun, full(4, 0, 2.0)]), [QUALITY], narrow)
+    forecasts = forecast([*begun, full(4, 0, 2.0)], [QUALITY], narrow)
     assert forecasts.mean[:, 0] == pytest.approx([2.0, 2.1, 2.2, 2.3], abs=0.05)
 
 
 def test_speed_of_a_part_is_final() -> None:
     begun = [part(0, 3.0, speed=100.0), part(1, 2.9, speed=50.0)]
-    forecasts = Forecasts.of(chains_of(begun), [QUALITY, SPEED], TWO)
+    forecasts = forecast(begun, [QUALITY, SPEED], TWO)
     assert forecasts.mean[:, 1].tolist() == [-100.0, -50.0]
     assert forecasts.sd[:, 1].tolist() == [0.0, 0.0]
 

@@ -51,13 +51,16 @@ def prior():
 
 def test_the_level_is_learnt_and_the_shape_is_the_priors(prior):
     seen, asked = rows(2), rows(30, seed=1)
-    excess = prior.excess(columns(asked))[0]
-    model = QualityModel.fit(state(seen, 2.5 + prior.excess(columns(seen))[0], prior), QUALITY)
+    level = (prior.loss_level() or (2.5, 0.0))[0] + 0.02
+    excess, cap = prior.excess(columns(asked))[0], 0.06 * level
+    losses = level + prior.excess(columns(seen))[0]
+    model = QualityModel.fit(state(seen, losses, prior), QUALITY)
     mean, sd = model.posterior(asked)
     assert not model.is_contradicted
-    assert (np.abs(mean - np.minimum(2.5 + excess, 2.5 * 1.06)) < 2.5 * sd + 0.005).all()
-    alone = QualityModel.fit(state(seen, 2.5 + prior.excess(columns(seen))[0]), QUALITY)
-    assert np.abs(mean - 2.5 - excess).mean() < 0.5 * np.abs(alone.posterior(asked)[0] - 2.5 - excess).mean()
+    near = excess < 0.6 * cap
+    assert (np.abs(mean - level - excess)[near] < 2.5 * sd[near] + 0.005).all()
+    alone = QualityModel.fit(state(seen, losses), QUALITY).posterior(asked)[0]
+    assert np.abs(mean - level - excess)[near].mean() < 0.5 * np.abs(alone - level - excess)[near].mean()
 
 
 def test_a_contradicted_prior_is_dropped(prior):
@@ -103,19 +106,20 @@ def test_running_trials_are_believed_not_measured():
     assert len(believing.costs) == 5
 
 
-def test_short_trials_inform_about_full_ones():
+def test_forecasts_count_the_less_the_noisier_they_are():
     points = rows(12)
     full = np.linspace(2.4, 2.6, 12)
-    observations = [
-        Observation(i, "ok", row, {"quality": float(loss)})
-        for i, (row, loss) in enumerate(zip(points, full, strict=True))
-    ]
-    short = [
-        Observation(12 + i, "ok", row, {"quality": float(loss) + 0.3}, fidelity=0.25)
-        for i, (row, loss) in enumerate(zip(points, full, strict=True))
-    ]
-    model = QualityModel.fit(SearchState(SPACE, (*observations[:6], *short), 18, 0, 0), QUALITY)
-    assert model.posterior(points)[0] == pytest.approx(full, abs=0.08)
+    known = [Observation(i, "ok", points[i], {"quality": float(full[i])}) for i in range(0, 12, 2)]
+
+    def means(noise: float) -> np.ndarray:
+        wrong = [
+            Observation(i, "ok", points[i], {"quality": float(full[i]) + 0.2}, noise={"quality": noise})
+            for i in range(1, 12, 2)
+        ]
+        return QualityModel.fit(SearchState(SPACE, (*known, *wrong), 12, 0, 0), QUALITY).posterior(points)[0]
+
+    without = QualityModel.fit(SearchState(SPACE, known, 12, 0, 0), QUALITY).posterior(points)[0]
+    assert np.abs(means(100.0) - without).max() < 0.3 * np.abs(means(1e-3) - without).max()
 
 
 def test_hyperparameters_are_found_under_both_names():
