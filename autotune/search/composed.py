@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from autotune.search.acquisition import Candidates
-from autotune.search.encoding import ABSENT, Encoding
+from autotune.search.encoding import ABSENT, Encoding, Inputs
+from autotune.search.feasible import log_chance_from, tells
 from autotune.search.forecast import NUMERICS
 from autotune.search.front_model import (
     Cost,
@@ -30,7 +31,7 @@ from autotune.search.front_model import (
 )
 from autotune.search.pareto import Box, front
 from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
-from autotune.search.plan_side import Corrected, corrected
+from autotune.search.plan_side import OUT_OF_MEMORY, Corrected, corrected
 from autotune.search.quality import QualityModel
 from autotune.search.sampler import Observation, SearchState
 from autotune.search.single import MARGIN, NUM_SPREAD
@@ -78,6 +79,8 @@ class Composition:
     """Of the dimensions that quality depends on."""
     is_free: np.ndarray
     """``[k]``: which of them no plan tells."""
+    places: np.ndarray
+    """Plans of all trials among the rows; -1 for one that is not among them."""
     plans: Mapping[str, Corrected]
     quality: QualityModel | None
     tried: Pool
@@ -114,7 +117,7 @@ class Composition:
         log_memory = drawn["memory"] if rows.log_capacity is not None else None
         model = FrontModel(costs, limits_of(space.objectives), log_memory, rng)
         is_free = np.array([not is_enumerated(dimension) for dimension in dimensions], dtype=bool)
-        return cls(state, rows, encoding, is_free, plans, quality, tried, model, rng)
+        return cls(state, rows, encoding, is_free, places, plans, quality, tried, model, rng)
 
     def ranked(self) -> tuple[Pool, np.ndarray]:
         """Candidates, the most promising first, and the share of the front's volume that each is expected to add to it,
@@ -131,6 +134,7 @@ class Composition:
         front = self.model.front(box)
         costs, within = self.model.drawn(pool)
         gain, near = front.improvement(costs, within)
+        gain = gain * self._chance(pool)
         order = np.lexsort((-within.mean(axis=0), -near, -gain))
         return pool.take(order), gain[order] / max(front.volume, 1e-12)
 
@@ -142,8 +146,10 @@ class Composition:
         values = plan_values(self.rows.enumeration, row, from_table)
         free = np.where(self.is_free, pool.coordinates[index], np.nan)
         values |= self.encoding.values(free)
-        # Where a condition leaves a value out no value was drawn.
-        return space.active({d.name: None for d in space.dimensions} | values)
+        # Values that neither decides: ranges of plan fields, and what is searched with this plan alone.
+        left = [axis for axis in Encoding.of(space.dimensions).axes if axis.dimension.name not in values]
+        values |= {axis.dimension.name: axis.value(float(self.rng.uniform())) for axis in left}
+        return space.active(values)
 
     def _groups(self) -> list[Group]:
         """All groups, their plans by layers of the corrected front."""
@@ -183,6 +189,28 @@ class Composition:
         of_candidate = self.rows.group[pool.places[np.lexsort((-near, -gain))]]
         best = list(dict.fromkeys(of_candidate.tolist()))[:NUM_GROUPS]
         return [group for group in groups if self.rows.group[group.places[0]] in best]
+
+    def _chance(self, pool: Pool) -> np.ndarray:
+        """The probability of each candidate to end well, ``[m]``: of plan and hyperparameters together. What ran out of
+        memory is known to the memory model."""
+        places = self.rows.find([o.parameters for o in self.state.tried])
+        ended = [
+            i for i, o in enumerate(self.state.tried) if tells(o) and o.failure != OUT_OF_MEMORY and places[i] >= 0
+        ]
+        observations = [self.state.tried[i] for i in ended]
+        if all(o.state == "ok" for o in observations):
+            return np.ones(len(pool))
+        coordinates = self.encoding.coordinates([_only(o, self._dimensions) for o in observations])
+        known = self._inputs(Pool(coordinates, self.places[ended]))
+        log_chance = log_chance_from(known, [o.state == "ok" for o in observations])
+        return np.asarray(np.exp(log_chance(self._inputs(pool))))
+
+    def _inputs(self, pool: Pool) -> Inputs:
+        """Hyperparameters and plans side by side."""
+        own = self.encoding.columns(pool.coordinates)
+        plans = self.rows.inputs
+        groups = np.concatenate([own.groups, plans.groups + int(own.groups.max(initial=-1)) + 1])
+        return Inputs(np.concatenate([own.x, plans.x[pool.places]], axis=1), groups)
 
     @property
     def _is_starting(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autotune.search.encoding import Encoding
+from autotune.search.encoding import Encoding, Inputs
 from autotune.search.gp import GaussianProcess, LogNormal, Points, Priors
-from autotune.search.sampler import SearchState
+from autotune.search.sampler import Observation, SearchState
 
 CHANCE = ("infra", "interrupted")
 """Failures that say nothing of the candidate."""
@@ -27,22 +27,30 @@ LogChance = Callable[[np.ndarray], np.ndarray]
 """Coordinates ``[n, k]`` -> logarithm of the probability to end well, ``[n]``."""
 
 
+def tells(observation: Observation) -> bool:
+    """Whether a trial's end says something of its candidate."""
+    return observation.state in ("ok", "failed") and observation.failure not in CHANCE
+
+
 def log_chance_of(state: SearchState, encoding: Encoding) -> LogChance:
-    """What the trials of a study say: a Gaussian process on their labels, and the probability of a positive one."""
-    ended = [o for o in state.tried if o.state in ("ok", "failed") and o.failure not in CHANCE]
-    labels = np.array([1.0 if o.state == "ok" else -1.0 for o in ended])
-    if (labels > 0).all():
-        return lambda coordinates: np.zeros(len(coordinates))
+    """What the trials of a study say."""
+    ended = [o for o in state.tried if tells(o)]
+    known = encoding.columns(encoding.coordinates([o.parameters for o in ended]))
+    log_chance = log_chance_from(known, [o.state == "ok" for o in ended])
+    return lambda coordinates: log_chance(encoding.columns(coordinates))
 
-    def points(coordinates: np.ndarray) -> Points:
-        return Points.plain(encoding.columns(coordinates), level_sd=0.0)
 
-    process = GaussianProcess.fit(points(encoding.coordinates([o.parameters for o in ended])), labels - HOPE, LAWS)
+def log_chance_from(known: Inputs, ended_well: Sequence[bool]) -> Callable[[Inputs], np.ndarray]:
+    """A Gaussian process on the labels of ``n`` trials, and the probability of a positive one at other inputs."""
+    if all(ended_well):
+        return lambda inputs: np.zeros(len(inputs))
+    labels = np.where(ended_well, 1.0, -1.0)
+    process = GaussianProcess.fit(Points.plain(known, level_sd=0.0), labels - HOPE, LAWS)
 
-    def log_chance(coordinates: np.ndarray) -> np.ndarray:
+    def log_chance(inputs: Inputs) -> np.ndarray:
         from scipy.special import log_ndtr
 
-        mean, sd = process.posterior(points(coordinates))
+        mean, sd = process.posterior(Points.plain(inputs, level_sd=0.0))
         return np.asarray(log_ndtr((HOPE + mean) / np.hypot(sd, DOUBT)))
 
     return log_chance
