@@ -65,7 +65,7 @@ class SearchState:
     observations: Sequence[Observation]
     """By number, the running ones too."""
     number: int
-    """Number of the proposal in the study."""
+    """Of the proposal in the study, without gaps for trials that were interrupted and taken over."""
     seed: int
     """Of this proposal alone."""
     study_seed: int

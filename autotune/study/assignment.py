@@ -23,7 +23,7 @@ class Assignment:
     label: str
     """The candidate in a few words."""
     seed: int
-    """For all that is random in it; a function of the study's seed and the trial's number."""
+    """For all that is random in it; a function of the study's seed and the trial's place in it."""
     config: RunConfig | None = None
     """The run of the engine; None for a user's own program or function."""
     program: Program | None = None

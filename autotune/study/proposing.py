@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from optuna.trial import FrozenTrial
 
 from autotune.prior.predict import TaskPrior
 from autotune.search.fidelity import as_candidates
@@ -16,7 +14,7 @@ from autotune.search.seeds import derive_seed
 from autotune.search.uniform import UniformSampler
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Scalar, Space
-from autotune.study.record import observations_of, record_of
+from autotune.study.record import observations_of, place_of, record_of
 from autotune.study.trial_table import TrialTable
 
 MAX_REJECTED = 10
@@ -62,12 +60,13 @@ class Proposer:
 
     def measured(self, number: int) -> SearchState:
         """All that was measured before a number, as it was measured."""
-        trials: Sequence[FrozenTrial] = self.table.all()[:number]
+        trials = self.table.all()[:number]
+        place = place_of(number, trials)
         return SearchState(
             space=self.space,
             observations=observations_of(trials, self.space.objectives),
-            number=number,
-            seed=derive_seed(self.study_seed, "sampler", number),
+            number=place,
+            seed=derive_seed(self.study_seed, "sampler", place),
             study_seed=self.study_seed,
             num_trials=self.num_trials,
             enumeration=self.enumeration,

@@ -80,6 +80,18 @@ def record_of(trial: FrozenTrial) -> Record | None:
     return None if text is None else Record.decode(text)
 
 
+def place_of(number: int, trials: Sequence[FrozenTrial]) -> int:
+    """Place of a number among all but the claims. Seeds come from it: that a trial was interrupted and claimed again
+    changes nothing for those after it.
+
+    Args:
+        number: The number.
+        trials: All lower numbers of the study in order, and any others.
+    """
+    records = map(record_of, trials[:number])
+    return number - sum(record is not None and record.role == "claim" for record in records)
+
+
 def outcome_of(trial: FrozenTrial) -> Outcome | None:
     """The outcome of a trial, None until it has one."""
     text = trial.user_attrs.get(OUTCOME_KEY)

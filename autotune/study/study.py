@@ -51,6 +51,7 @@ from autotune.study.record import (
     lease_of,
     measured_values,
     outcome_of,
+    place_of,
     record_of,
     snapshot_of,
     trial_folder,
@@ -536,8 +537,9 @@ class Study:
     def _assignment(
         self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record
     ) -> Assignment:
-        begun = links_of(number, record, self._table.all())[0]
-        seed = derive_seed(self.file.seed, "trial", begun)
+        trials = self._table.all()
+        begun = links_of(number, record, trials)[0]
+        seed = derive_seed(self.file.seed, "trial", place_of(begun, trials))
         config = candidate.run
         if config is not None and self.space.fidelity is not None and record.role != "repeat":
             config = run_at(config, self.space.fidelity, record.rung, self._num_devices)
