@@ -16,9 +16,9 @@ from autotune.search.uniform import uniform_draws
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Scalar, Space
 
-NUM_RANDOM = 400
+NUM_RANDOM = 250
 """Points drawn anywhere in the space."""
-NUM_NEAR = 60
+NUM_NEAR = 40
 """Points drawn around each promising one, in each round."""
 NUM_STARTS = 5
 """Promising points that are looked around at once."""
@@ -26,6 +26,8 @@ RADII = (0.25, 0.1, 0.04, 0.015, 0.005)
 """How far around, in each round; in coordinates."""
 JUMP_RATIO = 0.2
 """Share of the words of a promising point that are drawn anew."""
+SAME = 0.005
+"""Trials that differ by less in every coordinate tell nothing new: their losses differ by less than noise."""
 
 Score = Callable[[np.ndarray], np.ndarray]
 """Coordinates ``[n, k]`` -> how much each promises, ``[n]``; higher is better."""
@@ -122,6 +124,12 @@ class Candidates:
             return 1.0 / max(len(axis.places) - 1, 1)
         dimension = axis.dimension
         return min(dimension.step / max(dimension.high - dimension.low, 1e-9), 1.0)
+
+    def crowded(self, coordinates: np.ndarray, tried: np.ndarray) -> np.ndarray:
+        """Which of ``[n, k]`` points are all but the same as one of ``[m, k]`` that were tried, ``[n]``."""
+        a, b = (np.nan_to_num(x, nan=-1.0) for x in (coordinates, tried))
+        apart = np.abs(a[:, None, :] - b).max(axis=2, initial=0.0)
+        return np.asarray((apart < SAME).any(axis=1))
 
     def _existing(self, coordinates: np.ndarray) -> np.ndarray:
         snapped = self.encoding.snapped(coordinates)

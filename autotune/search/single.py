@@ -22,6 +22,8 @@ MARGIN = 0.2
 """They keep so far from its walls: the corners of a box of hyperparameters usually diverge."""
 CENTRE_PULL = 1e-3
 """Of points that are equally good the one nearest to the middle of the box is first."""
+CROWDED = 100.0
+"""Taken from the logarithm of the promise of a trial that repeats another."""
 MAX_TAKEN = 200
 """Ranked points that may turn out to be taken or illegal before a random one is drawn."""
 
@@ -57,7 +59,8 @@ class SurrogateSampler:
 
         def score(coordinates: np.ndarray) -> np.ndarray:
             mean, sd = model.posterior_at(coordinates)
-            return np.asarray(log_expected_improvement(mean, sd, best) + log_chance(coordinates))
+            promise = log_expected_improvement(mean, sd, best) + log_chance(coordinates)
+            return np.asarray(promise - CROWDED * candidates.crowded(coordinates, tried))
 
         return candidates.maximise(score, known, rng)
 
