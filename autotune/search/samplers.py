@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Mapping
 
 from autotune.search.sampler import Sampler
@@ -78,9 +79,14 @@ EXTRAS: Mapping[str, str] = {"rl": "rl"}
 def make_sampler(name: str) -> Sampler:
     """The sampler of a name.
 
+    Args:
+        name: One of ``SAMPLERS``, or ``package.module:Name`` of a class (or function) of the user's own that makes one.
+
     Raises:
         UserError: There is none of this name, or what it needs is not installed.
     """
+    if ":" in name:
+        return _own(name)
     if name not in SAMPLERS:
         close = difflib.get_close_matches(name, SAMPLERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SAMPLERS)}"
@@ -95,3 +101,18 @@ def make_sampler(name: str) -> Sampler:
             f"the sampler {name!r} needs {error.name or 'a package'}, which is not installed",
             hint=f"pip install 'paretune[{extra}]', or choose another sampler",
         ) from None
+
+
+def _own(name: str) -> Sampler:
+    """A user's sampler."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        made: Sampler = getattr(importlib.import_module(module_name), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"can't make the sampler {name!r}: {error}",
+            hint="name it package.module:Class, installed or on PYTHONPATH; it is made without arguments",
+        ) from error
+    if not callable(getattr(made, "propose", None)):
+        raise UserError(f"{name!r} is no sampler", hint="it needs a method propose(state), see autotune.search.sampler")
+    return made

@@ -111,6 +111,16 @@ def test_unknown_names_and_missing_extras_are_told(monkeypatch: pytest.MonkeyPat
     assert "paretune[rl]" in (raised.value.hint or "")
 
 
+def test_a_sampler_of_the_users_own_is_named_by_its_place() -> None:
+    assert isinstance(make_sampler("autotune.search.uniform:UniformSampler"), UniformSampler)
+    with pytest.raises(UserError, match="No module named 'nowhere'"):
+        make_sampler("nowhere:Sampler")
+    with pytest.raises(UserError, match="no attribute 'Missing'"):
+        make_sampler("autotune.search.uniform:Missing")
+    with pytest.raises(UserError, match="is no sampler"):
+        make_sampler("collections:OrderedDict")
+
+
 def test_arbitrary_values_depend_on_the_candidate_alone() -> None:
     measure = arbitrary(plain_space())
     assert measure({"x": 0.5, "y": 1e-3}) == measure({"x": 0.5, "y": 1e-3}) != measure({"x": 0.6, "y": 1e-3})
