@@ -95,7 +95,13 @@ def place_of(number: int, trials: Sequence[FrozenTrial]) -> int:
 def outcome_of(trial: FrozenTrial) -> Outcome | None:
     """The outcome of a trial, None until it has one."""
     text = trial.user_attrs.get(OUTCOME_KEY)
-    return None if text is None else Outcome.model_validate_json(text)
+    return None if text is None else _decoded(text)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _decoded(text: str) -> Outcome:
+    """Every proposal reads the outcomes of all numbers, so they are decoded once."""
+    return Outcome.model_validate_json(text)
 
 
 def curve_of(trial: FrozenTrial) -> Curve | None:
