@@ -51,13 +51,13 @@ class ForecastInfo(NamedTuple):
 
 
 def get_forecasts(snapshot: StudySnapshot) -> tuple[ForecastInfo, ...]:
-    """Every objective that was estimated and measured in at least one trial; repeats are left out."""
+    """Every objective that was estimated and measured in at least one full training; repeats are left out."""
     infos = []
     for axis in get_axes(snapshot):
         rows = [
             (trial.number, trial.values[axis.name], *trial.forecast[axis.name])
             for trial in snapshot.trials
-            if trial.values is not None and trial.repeat_of is None and axis.name in trial.forecast
+            if trial.values is not None and trial.share == 1 and trial.repeat_of is None and axis.name in trial.forecast
         ]
         if rows:
             numbers, *columns = np.array(rows, dtype=np.float64).T

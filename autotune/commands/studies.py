@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -222,14 +223,22 @@ def _summary_of(snapshot: StudySnapshot) -> Summary:
     state = "stopped"
     if is_running(snapshot.folder):
         state = "running"
-    elif asked is not None and num_finished >= asked:
+    elif asked is not None and _is_used_up(counted, asked):
         state = "done"
     num_feasible = sum(row.feasible for row in counted)
     return Summary(snapshot.name, state, num_finished, asked, num_feasible, snapshot.created)
 
 
+def _is_used_up(rows: Sequence[TrialRow], num_trials: int) -> bool:
+    """Whether no full training is left of a budget."""
+    left = num_trials - sum(row.cost for row in rows if row.outcome is not None)
+    return left < 1 if any(row.share < 1 for row in rows) else left <= 0
+
+
 def _state(row: TrialRow) -> str:
-    state = row.outcome.kind if row.outcome is not None else row.state
+    state: str = row.outcome.kind if row.outcome is not None else row.state
+    state += f" ({100 * row.share:.3g} % of a training)" if row.share < 1 else ""
+    state += f" (continues {row.continues})" if row.continues is not None else ""
     return state if row.repeat_of is None else f"{state} (repeats {row.repeat_of})"
 
 
@@ -257,6 +266,8 @@ def _data(snapshot: StudySnapshot) -> dict[str, Any]:
                 "feasible": row.feasible,
                 "attempts": row.attempts,
                 "repeat_of": row.repeat_of,
+                "share": row.share,
+                "continues": row.continues,
                 "outcome": row.outcome.to_data() if row.outcome is not None else None,
             }
             for row in snapshot.trials

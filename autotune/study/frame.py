@@ -65,6 +65,8 @@ def _row(trial: TrialRow, snapshot: StudySnapshot) -> dict[str, Any]:
         "seconds": trial.seconds,
         "attempts": trial.attempts,
         "repeat_of": trial.repeat_of,
+        "share": trial.share,
+        "continues": trial.continues,
         "label": trial.plan,
         "origin": trial.origin,
     }
