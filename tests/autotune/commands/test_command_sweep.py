@@ -1,0 +1,135 @@
+"""``autotune sweep --command`` and the studies it makes, as a user calls them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli import main
+from autotune.study.study import load_snapshot
+
+FAKE = Path(__file__).parents[1] / "study" / "fake_program.py"
+INLINE = ["--param", "x=float(0, 1)", "--objective", "loss:minimize", "--sampler", "random"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the program, and device locks of this test alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "fake.py").write_text(FAKE.read_text())
+    return tmp_path
+
+
+def command(*arguments: str) -> str:
+    return " ".join([sys.executable, "fake.py", *arguments])
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_a_dry_run_shows_commands_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run_json(capsys, "sweep", "--command", command("ok", "{x}", "{seed}"), *INLINE, "--dry-run")
+    assert data["dimensions"] == {"x": "0 to 1"}
+    assert data["commands"][0][2] == "ok"
+    assert float(data["commands"][0][3]) == data["candidates"][0]["x"]
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.dist
+def test_a_study_from_sweep_to_apply(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["sweep", "--command", command("ok", "{x}", "{seed}"), *INLINE, "--study", "s", "--trials"]
+    result = run_json(capsys, *sweep, "4", "--workers", "2")
+    assert result["outcomes"] == {"ok": 4}
+    result = run_json(capsys, *sweep, "6")
+    assert result["outcomes"] == {"ok": 6}
+    assert result["num_trials_asked"] == 6
+    best = min(load_snapshot(folder / "runs" / "studies" / "s").trials, key=lambda row: row.values["loss"])  # type: ignore[index]
+    chosen = run_json(capsys, "apply", "s", "--pick", "loss", "-o", "best.json")
+    assert chosen["trial"] == best.number
+    assert chosen["values"] == best.parameters == json.loads((folder / "best.json").read_text())["values"]
+    assert "ok" in chosen["command"]
+    assert run_json(capsys, "report", "s")["knee"] == best.number
+    page = (folder / "runs" / "studies" / "s" / "report.html").read_text()
+    assert "--pick loss" in page or "--pick knee" in page
+    assert (folder / "runs" / "studies" / "s" / "front.csv").read_text().startswith("trial,knee,plan,loss,x\n")
+    exported = run_json(capsys, "studies", "export", "s")
+    assert len(exported["trials"]) == 6
+    run_json(capsys, *sweep[:-3], "--study", "t", "--trials", "2", "--seed", "5")
+    merged = run_json(capsys, "studies", "merge", "s", "t", "--into", "u")
+    assert merged["num_trials"] == 8
+    assert [study["name"] for study in run_json(capsys, "studies")] == ["s", "t", "u"]
+    assert "another space" in error_of(capsys, *sweep, "8", "--param", "y=[1, 2]", "--command", command("{x}", "{y}"))
+
+
+@pytest.mark.dist
+def test_failures_are_told_and_the_sweep_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "space.yaml").write_text(
+        f"command: {command('{how}', '{what}')}\n"
+        "objectives: {loss: minimize}\n"
+        "space:\n"
+        "  how: [raise, fail, kill, text]\n"
+        "  what: {values: [value, memory], default: diverged, when: how == 'raise'}\n"
+        "limits: {time: 30s}\n"
+    )
+    assert main(["sweep", "space.yaml", "--trials", "5", "--sampler", "random", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["outcomes"] == {"diverged": 1, "infra": 1, "oom": 1, "user": 2}
+
+
+@pytest.mark.dist
+def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
+    folder: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["sweep", "--command", command("hang", "{x}"), *INLINE, "--study", "s", "--trials", "2"]
+    environment = os.environ | {"PYTHONPATH": str(repo_root)}
+    driver = subprocess.Popen([sys.executable, "-m", "autotune.cli", *sweep], env=environment)
+    record = folder / "runs" / "studies" / "s" / "trials" / "0" / "process.json"
+    while not record.exists():
+        assert driver.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    (waiting,) = load_snapshot(folder / "runs" / "studies" / "s").trials
+    assert waiting.state == "waiting"
+    (folder / "fake.py").write_text(
+        FAKE.read_text().replace('"hang"', '"never"').replace('how == "ok"', 'how == "hang"')
+    )
+    result = run_json(capsys, *sweep)
+    assert result["outcomes"] == {"ok": 2}
+    first = load_snapshot(folder / "runs" / "studies" / "s").trials[0]
+    assert first.attempts == 2
+    assert first.parameters == waiting.parameters
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sweep"], "no space is given"),
+        (["sweep", "--command", "python {y}", *INLINE], "unknown placeholder {y}"),
+        (["sweep", "--command", "no-such-program {x}", *INLINE, "--trials", "1"], "no-such-program"),
+        (["sweep", "--command", "python {x}", *INLINE], "no budget"),
+        (["sweep", "--command", "python {x}", "--param", "x", "--trials", "1"], "--param needs NAME=VALUES"),
+        (["sweep", "--command", "python {x}", "--param", "x=[1, 2]", "--objective", "loss"], "--objective needs"),
+        (["studies", "export", "none"], "there is no study"),
+        (["studies", "merge", "a", "--into", "b"], "two different studies"),
+        (["studies", "import", "sqlite:///none.db", "b"], "no database"),
+    ],
+)
+def test_mistakes_are_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, *arguments)
