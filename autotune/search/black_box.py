@@ -54,9 +54,7 @@ class BlackBox:
         costs = [DrawnCost.of(model, columns, tried, rng) for model in models]
         model = FrontModel(costs, limits_of(state.space.objectives), None, rng)
         candidates = Candidates(state.space, encoding, state.enumeration)
-        return cls(
-            state, candidates, tried, log_chance_of(state, encoding), [m.view.prior for m in models], model, rng
-        )
+        return cls(state, candidates, tried, log_chance_of(state, encoding), [m.view.prior for m in models], model, rng)
 
     def ranked(self) -> tuple[Pool, np.ndarray]:
         """See ``Composition.ranked``."""
@@ -67,7 +65,7 @@ class BlackBox:
         if (is_starting and not has_prior) or not len(self.tried):
             tried = self.candidates.encoding.coordinates([o.parameters for o in self.state.tried])
             return self._unknown(self.candidates.spread(tried, MARGIN, self.rng))
-        front = self.model.front(self.model.box(self.tried))
+        front = self.model.front(self.model.box(*self.model.tried()))
         gains = []
 
         def score(coordinates: np.ndarray) -> np.ndarray:

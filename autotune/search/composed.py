@@ -29,7 +29,7 @@ from autotune.search.front_model import (
     limits_of,
     restricted,
 )
-from autotune.search.pareto import Box, front
+from autotune.search.pareto import front
 from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
 from autotune.search.plan_side import OUT_OF_MEMORY, Corrected, corrected
 from autotune.search.quality import QualityModel
@@ -39,19 +39,19 @@ from autotune.search.uniform import is_enumerated, plan_values
 from autotune.space.space import Dimension, Scalar
 from autotune.space.training import TrainingSpace
 
-FEW_ROWS, MANY_ROWS = 12, 48
+FEW_ROWS, MANY_ROWS = 12, 40
 """Plans of a group that are looked at: when groups are compared, and in the best groups."""
 NUM_GROUPS = 8
 """Best groups."""
 NUM_LAYERS = 6
 """Layers of the corrected front."""
-FEW_POINTS, MANY_POINTS = 16, 48
+FEW_POINTS, MANY_POINTS = 12, 32
 """Hyperparameters drawn anywhere, for each group."""
 OPTIMISM = (0.0, 1.0, 2.0)
 """Lower bounds of the loss, in standard deviations, whose least points are candidates."""
 RADII = (0.15, 0.05, 0.015)
 """How far around them is looked, in rounds."""
-NUM_NEAR = 8
+NUM_NEAR = 6
 NUM_KNOWN = 6
 """Points of the front so far whose hyperparameters are looked around."""
 SPEED_FOLLOWERS = ("cost", "energy")
@@ -125,13 +125,13 @@ class Composition:
         groups = self._groups()
         if self._is_starting:
             pool = self._spread(groups)
-            box = self.model.box(pool)
+            front = self.model.front(self.model.box(*self.model.drawn(pool)))
         else:
             coarse = self._products(groups, self._points(groups, FEW_POINTS, ()), FEW_ROWS)
-            box = self.model.box(coarse)
-            groups = self._best(groups, coarse, box)
+            costs, within = self.model.drawn(coarse)
+            front = self.model.front(self.model.box(costs, within))
+            groups = self._best(groups, coarse, *front.improvement(costs, within))
             pool = self._products(groups, self._points(groups, MANY_POINTS, RADII), MANY_ROWS)
-        front = self.model.front(box)
         costs, within = self.model.drawn(pool)
         gain, near = front.improvement(costs, within)
         gain = gain * self._chance(pool)
@@ -183,9 +183,8 @@ class Composition:
     def _dimensions(self) -> tuple[Dimension, ...]:
         return tuple(axis.dimension for axis in self.encoding.axes)
 
-    def _best(self, groups: Sequence[Group], pool: Pool, box: Box) -> list[Group]:
+    def _best(self, groups: Sequence[Group], pool: Pool, gain: np.ndarray, near: np.ndarray) -> list[Group]:
         """The groups of the most promising candidates."""
-        gain, near = self.model.front(box).improvement(*self.model.drawn(pool))
         of_candidate = self.rows.group[pool.places[np.lexsort((-near, -gain))]]
         best = list(dict.fromkeys(of_candidate.tolist()))[:NUM_GROUPS]
         return [group for group in groups if self.rows.group[group.places[0]] in best]
@@ -193,11 +192,9 @@ class Composition:
     def _chance(self, pool: Pool) -> np.ndarray:
         """The probability of each candidate to end well, ``[m]``: of plan and hyperparameters together. What ran out of
         memory is known to the memory model."""
-        places = self.rows.find([o.parameters for o in self.state.tried])
-        ended = [
-            i for i, o in enumerate(self.state.tried) if tells(o) and o.failure != OUT_OF_MEMORY and places[i] >= 0
-        ]
-        observations = [self.state.tried[i] for i in ended]
+        told = [tells(o) and o.failure != OUT_OF_MEMORY for o in self.state.tried]
+        ended = np.flatnonzero(np.array(told, dtype=bool) & (self.places >= 0))
+        observations = [self.state.tried[index] for index in ended]
         if all(o.state == "ok" for o in observations):
             return np.ones(len(pool))
         coordinates = self.encoding.coordinates([_only(o, self._dimensions) for o in observations])

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.search.pareto import REFERENCE_MARGIN, Box
 
-NUM_RAYS = 48
+NUM_RAYS = 32
 """Of each draw."""
 
 

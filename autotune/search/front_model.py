@@ -22,7 +22,7 @@ from autotune.search.sampler import SearchState
 from autotune.space.objectives import Objective
 from autotune.space.space import Dimension
 
-NUM_DRAWS = 48
+NUM_DRAWS = 40
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class FrontModel:
         costs = np.stack([cost.anchors for cost in self.costs], axis=2)
         return costs, np.asarray((costs <= self.limits).all(axis=2))
 
-    def box(self, pool: Pool) -> Box:
-        """The range of the most likely front over candidates and what was tried."""
-        pairs = [self.drawn(pool), self.tried()]
-        costs = np.concatenate([costs.mean(axis=0) for costs, _ in pairs])
-        within = np.concatenate([fits.mean(axis=0) >= 0.5 for _, fits in pairs])
-        return front_box(costs[within] if within.any() else costs, ["minimize"] * costs.shape[1])
+    def box(self, costs: np.ndarray, within: np.ndarray) -> Box:
+        """The range of the most likely front over candidates, as ``drawn`` gives them, and what was tried."""
+        pairs = [(costs, within), self.tried()]
+        likely = np.concatenate([c.mean(axis=0) for c, _ in pairs])
+        fits = np.concatenate([w.mean(axis=0) >= 0.5 for _, w in pairs])
+        return front_box(likely[fits] if fits.any() else likely, ["minimize"] * likely.shape[1])
 
     def front(self, box: Box) -> DrawnFront:
         """The front of what was tried or runs."""
