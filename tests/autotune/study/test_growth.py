@@ -1,5 +1,6 @@
 """Trials that grow: a candidate goes on from its checkpoint under a new number, once, within the budget."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,40 @@ def test_a_growth_whose_driver_died_is_taken_over_with_its_checkpoint(open_study
     assert (taken.number, taken.attempt, taken.continues) == (assignment.number, 2, assignment.continues)
     assert (taken.folder / CHECKPOINTS_FOLDER).exists()
     trained(again, taken)
+
+
+@pytest.mark.unit
+def test_the_checkpoint_that_a_candidate_may_go_on_from_is_kept_until_it_does(open_study: OpenStudy) -> None:
+    study = open_study("s", "fidelity={rungs: [0.2, 0.5, 1], eta: 2}", num_trials=3, sampler="random")
+    done = worked(study)
+    went_on = {assignment.continues for assignment in done}
+    for assignment in done:
+        is_kept = (assignment.folder / CHECKPOINTS_FOLDER).exists()
+        assert is_kept == (assignment.share < 1 and assignment.number not in went_on)
+    assert {assignment.share for assignment in done} == {0.2, 0.5, 1.0}
+
+
+@pytest.mark.unit
+def test_killed_drivers_neither_lose_nor_double_a_part(open_study: OpenStudy) -> None:
+    dice = random.Random(0)
+    study = open_study("s", RUNGS, num_trials=4, sampler="random")
+    for _ in range(200):
+        assignment = study.ask()
+        if not isinstance(assignment, Assignment):
+            break
+        if dice.random() < 0.3:  # killed while it ran, and opened again
+            study.release(assignment)
+            study.close()
+            study = open_study("s", RUNGS, num_trials=4, sampler="random")
+            continue
+        assignment.folder.mkdir(parents=True, exist_ok=True)
+        trained(study, assignment)
+    rows = study.snapshot().trials
+    assert all(row.outcome is not None for row in rows)
+    assert 3.5 <= sum(row.cost for row in rows) <= 4 + 1e-9
+    continued = [row.continues for row in rows if row.continues is not None]
+    assert len(continued) == len(set(continued))
+    assert any(row.attempts > 1 for row in rows)
 
 
 @pytest.mark.unit
