@@ -175,6 +175,7 @@ def joined(address: str | None, spec: ClusterSpec) -> Iterator[RayCluster]:
                     hint="start one with 'ray start --head' and give its HOST:PORT, or leave --address out to have one"
                     " started for this machine",
                 ) from None
+            _silence()
             yield RayCluster("GPU" if spec.device == "cuda" else "CPU", spec.threads_per_device)
         finally:
             ray.shutdown()
@@ -192,6 +193,16 @@ def _settings() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+def _silence() -> None:
+    """Ray prints what happens to its workers, even to standard output, where our results go. What matters of it is told
+    by the sweep: a trial whose worker was lost is run again."""
+    from ray._private import worker
+
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _short_folder() -> str | None:

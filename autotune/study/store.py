@@ -7,7 +7,9 @@ import importlib.util
 import json
 import logging
 import os
+import random
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ JOURNAL_FILE = "journal.log"
 BACKUP_FILE = "journal.log.bak"
 """The journal as it was when a driver last opened it whole."""
 LOCK_FILE = "journal.flock"
+NUM_OPEN_TRIES = 10
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -178,7 +181,7 @@ def open_database(url: str) -> BaseStorage:
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
     logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
-        storage = optuna.storages.RDBStorage(_with_driver(url), engine_kwargs=options)
+        storage = _opened(_with_driver(url), options)
         if url.startswith("sqlite"):
             _speed_up_sqlite(storage)
         return optuna.storages.get_storage(storage)  # finished trials are read once
@@ -199,6 +202,22 @@ def open_database(url: str) -> BaseStorage:
             hint="check that the database runs, that its folder or name exists, and its rights; passwords are not"
             " kept with a study: give it in --storage, or where the database's own tools look for it (PGPASSWORD)",
         ) from None
+
+
+def _opened(url: str, options: dict[str, Any]) -> optuna.storages.RDBStorage:
+    """The storage, whose tables are made when it is new. Of several processes that make them at once all but one fail,
+    and find them at the next try."""
+    from sqlalchemy.exc import DatabaseError
+
+    for tries_left in range(NUM_OPEN_TRIES - 1, -1, -1):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=options)
+        except DatabaseError as error:
+            is_race = any(word in str(error.orig) for word in ("already exists", "UNIQUE", "duplicate", "locked"))
+            if not is_race or not tries_left:
+                raise
+            time.sleep(random.uniform(0.1, 0.5))
+    raise AssertionError("the last try returns or raises")
 
 
 def _with_driver(url: str) -> str:

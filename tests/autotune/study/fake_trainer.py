@@ -1,6 +1,7 @@
 """Stands in for the engine: reads ``run.yaml`` in the working folder and ends in the way its first argument says.
 
-Run as a script. ``ok [SECONDS]`` writes telemetry and an outcome whose values are functions of the run file.
+Run as a script. ``ok [SECONDS]`` writes telemetry and an outcome whose values are functions of the run file;
+``until PATH`` does so once there is such a file.
 """
 
 import os
@@ -30,6 +31,10 @@ def main() -> int:
     config, _ = load_run(HERE / "run.yaml")
     writer = TelemetryWriter(HERE)
     step(writer, 1)
+    if mode == "until":  # somebody makes a file
+        while not Path(rest[0]).exists():
+            time.sleep(0.05)
+        mode, rest = "ok", []
     if mode == "ok":
         time.sleep(float(rest[0]) if rest else 0.0)
         learning_rate = config.hyperparameters.learning_rate

@@ -1,14 +1,20 @@
 """Databases that fail in the middle of things, and how they are opened."""
 
+import multiprocessing
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.study.assignment import Assignment
+from autotune.study.lease import LeaseKeeper
 from autotune.study.store import open_database
 from autotune.study.study import Nothing, Study
 from autotune.study.trial_table import TrialTable
@@ -72,6 +78,51 @@ def test_a_connection_that_is_lost_in_the_middle_loses_and_doubles_nothing(
     rows = study.snapshot().trials
     assert len(rows) == 3
     assert all(row.outcome is not None and row.outcome.kind == "ok" for row in rows)
+
+
+def test_sixteen_processes_that_create_a_study_at_once_all_get_it(tmp_path: Path) -> None:
+    """Public fault: 14 of 16 died of a locked database, or of tables that were there already."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(16)
+
+    def create() -> None:
+        barrier.wait()
+        storage = open_database(f"sqlite:///{tmp_path}/studies.db")
+        study = optuna.create_study(study_name="s", storage=storage, load_if_exists=True)
+        study.tell(study.ask(), 1.0)
+
+    processes = [context.Process(target=create) for _ in range(16)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0] * 16
+    study = optuna.load_study(study_name="s", storage=open_database(f"sqlite:///{tmp_path}/studies.db"))
+    assert [trial.number for trial in study.trials] == list(range(16))
+
+
+def test_twenty_threads_and_hasty_renewals_do_each_other_no_harm(
+    open_study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Public fault: a very short heartbeat ended the whole process."""
+    monkeypatch.setattr(LeaseKeeper, "__init__", partialmethod(LeaseKeeper.__init__, every_seconds=0.01))
+    study = open_study("hasty", num_trials=40, sampler="random")
+    ran: list[int] = []
+
+    def work() -> None:
+        while (asked := study.ask()) is not Nothing.DONE:
+            if isinstance(asked, Assignment):
+                time.sleep(0.02)
+                ran.append(asked.number)
+                assert study.tell(asked, OK)
+
+    threads = [threading.Thread(target=work) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ran) == len(set(ran)) == 40
+    assert all(row.attempts == 1 for row in study.snapshot().trials)
 
 
 def test_sqlite_lets_readers_go_on_while_one_writes(study: Study, tmp_path: Path) -> None:
