@@ -40,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "warm_start.json"
 NUM_BOOTSTRAP = 10_000
 SMALL, LARGE = 3e8, 4e8
+FAILED_EXCESS = 0.5
+"""What a diverged run of the one-factor sweeps counts as, nats above the best."""
 Floats = NDArray[np.float64]
 Law = Callable[[Task], tuple[float, float]]
 
@@ -133,10 +135,12 @@ def _size(task: Task) -> tuple[int, int]:
 def compared(regrets: Floats, law: Floats) -> dict[str, float | list[float] | int]:
     """Mean and worst regret, and the ratio of means to the law's with its paired 90 % bootstrap interval."""
     draws = np.random.default_rng(0).integers(len(law), size=(NUM_BOOTSTRAP, len(law)))
-    ratios = regrets[draws].mean(axis=1) / law[draws].mean(axis=1)
+    bases = law[draws].mean(axis=1)
+    ratios = regrets[draws].mean(axis=1)[bases > 0] / bases[bases > 0]
     low, high = np.quantile(ratios, [0.05, 0.95])
     return {
         "mean": float(regrets.mean()),
+        "median": float(np.median(regrets)),
         "worst": float(regrets.max()),
         "ratio": float(regrets.mean() / law.mean()),
         "ratio_90": [float(low), float(high)],
@@ -155,9 +159,9 @@ class RateSweep:
 
     def regret(self, rate: float) -> float:
         """Loss above the best of the sweep, its learning rates interpolated; beyond them that at the border."""
-        curve = PchipInterpolator(np.log(self.rates), np.log(self.losses))
+        excess = np.minimum(self.losses - self.losses.min(), FAILED_EXCESS)
         x = np.clip(math.log(rate), math.log(self.rates[0]), math.log(self.rates[-1]))
-        return float(np.exp(curve(x))) - float(self.losses.min())
+        return max(float(PchipInterpolator(np.log(self.rates), excess)(x)), 0.0)
 
 
 def rate_sweeps(rows: Sequence[MetaRow]) -> list[RateSweep]:
@@ -167,14 +171,14 @@ def rate_sweeps(rows: Sequence[MetaRow]) -> list[RateSweep]:
         groups.setdefault((row.task.optimizer, row.task.num_parameters, row.task.total_tokens), []).append(row)
     sweeps = []
     for members in groups.values():
-        best = min((row for row in members if row.loss is not None), key=lambda row: row.loss or math.inf)
+        best = min(members, key=lambda row: math.inf if row.loss is None else row.loss)
         others = {name: value for name, value in best.hyperparameters.items() if name != "learning_rate"}
         found: dict[float, float] = {}
         for row in members:
             if {name: v for name, v in row.hyperparameters.items() if name != "learning_rate"} == others:
                 rate = float(row.hyperparameters["learning_rate"])
                 found[rate] = min(found.get(rate, math.inf), row.loss if row.loss is not None else 7.0)
-        if len(found) >= 2:
+        if len(found) >= 2 and best.loss is not None:
             rates = np.array(sorted(found))
             batch = float(best.hyperparameters["global_batch_tokens"])
             sweeps.append(RateSweep(best.task, batch, rates, np.array([found[rate] for rate in rates])))
@@ -237,11 +241,12 @@ def lines(grids: dict[str, Any], recipes: dict[str, Any]) -> list[str]:
     def row(name: str, figures: dict[str, Any]) -> str:
         low, high = figures["ratio_90"]
         return (
-            f"| {name} | {figures['num_cells']} | {figures['mean']:.4f} | {figures['worst']:.4f} |"
+            f"| {name} | {figures['num_cells']} | {figures['mean']:.4f} | {figures['median']:.4f} |"
+            f" {figures['worst']:.4f} |"
             f" {figures['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
         )
 
-    head = ["| rule | cells | mean regret | worst | mean over the law's (90 %) |", "|---|---|---|---|---|"]
+    head = ["| rule | cells | mean regret | median | worst | mean over the law's (90 %) |", "|---|---|---|---|---|---|"]
     return [
         "Regret of the first proposal on the grids, nats per token (differences below 0.003 of one run are noise):",
         "",

@@ -1,5 +1,5 @@
 """Writes the generated pages of this folder: ``run_file.md`` from the schemas, ``devices.md`` from the catalogue,
-``results.md`` and the tables of ``accuracy.md`` from the result files.
+``results.md`` and the tables of ``accuracy.md`` and ``prior.md`` from the result files.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # exit 1 if one is out of date
@@ -62,11 +62,21 @@ def results_page() -> str:
 
 
 def accuracy_page() -> str:
-    """The page on accuracy with its tables of results in place of what stands between the two marks."""
-    before, rest = _read(DOCS / "accuracy.md").split(" written by docs/generate.py -->\n", 1)
+    """The page on the planner's accuracy with its tables of results."""
+    return _with_results("accuracy.md", ("planner_accuracy", "planner_memory"))
+
+
+def prior_page() -> str:
+    """The page on the prior with its tables of results."""
+    return _with_results("prior.md", ("warm_start",))
+
+
+def _with_results(page: str, names: tuple[str, ...]) -> str:
+    """A page with its tables of results in place of what stands between the two marks."""
+    before, rest = _read(DOCS / page).split(" written by docs/generate.py -->\n", 1)
     _, after = rest.split("<!-- end -->", 1)
     lines = [before + " written by docs/generate.py -->"]
-    for name in ("planner_accuracy", "planner_memory"):
+    for name in names:
         lines += ["", *_section(RESULTS / f"{name}.json", "###")]
     return "\n".join([*lines, "", "<!-- end -->"]) + after
 
@@ -119,6 +129,7 @@ def _device_section(kind: str, entry: DeviceEntry) -> list[str]:
 PAGES = {
     "run_file.md": run_file_page,
     "devices.md": devices_page,
+    "prior.md": prior_page,
     "results.md": results_page,
     "accuracy.md": accuracy_page,
 }

@@ -299,9 +299,10 @@ class Prior:
 
     def save(self, path: Path) -> None:
         """Write the fitted numbers."""
+        names = ("recipe", "offset", "sd", "slope")
         known = [
-            {"optimizer": a.optimizer, "recipe": list(a.recipe), "offset": list(a.offset), "sd": list(a.sd)}
-            for a in self.recipes.anchors
+            {"optimizer": anchor.optimizer, **{name: getattr(anchor, name).tolist() for name in names}}
+            for anchor in self.recipes.anchors
         ]
         np.savez_compressed(
             path,
@@ -318,7 +319,7 @@ class Prior:
         """The inverse of ``save``, from the arrays of its file."""
         surface = {name.removeprefix("surface."): v for name, v in arrays.items() if name.startswith("surface.")}
         anchors = tuple(
-            Anchor(a["optimizer"], np.array(a["recipe"]), None, np.array(a["offset"]), np.array(a["sd"]))
+            Anchor(a["optimizer"], task=None, **{name: np.array(a[name]) for name in a if name != "optimizer"})
             for a in json.loads(str(arrays["anchors"]))
         )
         recipes = Recipes(arrays["base"], arrays["curvature"], anchors)

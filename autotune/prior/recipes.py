@@ -14,7 +14,7 @@ the offset is ever less certain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,10 @@ lies outside (a factor e in size)."""
 WIDE_SD = np.sqrt(OPTIMIZER_SD**2 + RECIPE_SD**2 + TASK_SD**2)
 TASK_LENGTH = 1.5
 """Factor e in size over which offsets of tasks are alike."""
-SETTINGS_MARGIN = 0.6
+SWEEP_MARGIN = 0.6
 """Factors of e outside the grids' sizes that the one-factor sweeps reach."""
+SLOPE_SD = 0.15
+"""By how much exponents of recipes may differ."""
 LEVEL_SD = 0.02
 FAILED = ("diverged", "nan")
 
@@ -76,6 +78,8 @@ class Anchor:
     """``[7]``, in the order of ``OFFSETS``."""
     sd: Floats
     """``[7]``; infinite where nothing is known."""
+    slope: Floats = field(default_factory=lambda: np.zeros(7))
+    """By how much the offset changes with log tokens, ``[7]``."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,7 @@ class Recipes:
 
         Their straight lines end a little outside the tables: the sweeps they come from tell of no more.
         """
-        beyond = surface.beyond(tasks)
-        held = tasks - np.sign(beyond) * np.maximum(np.abs(beyond) - SETTINGS_MARGIN, 0.0)
-        return np.asarray(self.base[:, 0] + held[..., :2] @ self.base[:, 1:].T)
+        return np.asarray(self.base[:, 0] + _near(tasks, surface)[..., :2] @ self.base[:, 1:].T)
 
     def settings_excess(self, coordinates: Floats, best: Floats) -> Floats:
         """``[n]`` nats above the best of the separable hyperparameters, at coordinates ``[n, 4]``."""
@@ -111,7 +113,9 @@ class Recipes:
         target = Anchor(task.optimizer, recipe_coordinates(task), task_coordinates(task), np.zeros(7), np.zeros(7))
         everyone = (*self.anchors, target)
         alike = _likeness(everyone, surface)
-        offsets, variances = np.array([a.offset for a in everyone]), np.array([a.sd for a in everyone]) ** 2
+        log_tokens = _near(task_coordinates(task), surface)[1]
+        offsets = np.array([anchor.offset + anchor.slope * log_tokens for anchor in everyone])
+        variances = np.array([anchor.sd for anchor in everyone]) ** 2
         means, sds = np.zeros(7), np.zeros(7)
         for axis in range(len(OFFSETS)):
             scales = np.array([OPTIMIZER_SD[axis], RECIPE_SD[axis], TASK_SD[axis], OUTSIDE_SD[axis]]) ** 2
@@ -158,6 +162,12 @@ class Recipes:
         core = raw_shape(surface.shape, points[:, 0] - rate - offset[..., 0], points[:, 1] - batch - offset[..., 1])
         best = self.settings_optimum(tasks, surface) + offset[..., 2:6]
         return np.asarray(np.exp(offset[..., 6]) * (core + self.settings_excess(points[:, 2:], best)))
+
+
+def _near(tasks: Floats, surface: Surface) -> Floats:
+    """Task coordinates ``[..., 3]`` held where the one-factor sweeps reach."""
+    beyond = surface.beyond(tasks)
+    return np.asarray(tasks - np.sign(beyond) * np.maximum(np.abs(beyond) - SWEEP_MARGIN, 0.0))
 
 
 def _likeness(anchors: Sequence[Anchor], surface: Surface) -> Floats:
@@ -210,7 +220,10 @@ def coordinates_of(task: Task, points: Mapping[str, object], num_points: int) ->
 
 
 def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Group | None) -> Recipes:
-    """Fit base, curvature and one anchor an optimizer to one-factor sweeps of several optimizers.
+    """Fit base, curvature and one anchor an optimizer to one-factor sweeps of several optimizers by one laboratory.
+
+    The optimizers share the change of the offset with tokens, which is the laboratory's. (One with parameters, too,
+    predicts sizes that were left out less well: sweeps of three sizes can't tell it.)
 
     Args:
         groups: Their runs.
@@ -232,31 +245,31 @@ def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Group | No
         wide[optimizers.index("adamw"), 2:6] = 0.01  # the reference of these four is AdamW of these sweeps
     middle = np.array([float(forward(name, DEFAULTS[name])) for name in SETTINGS])
 
-    def unpack(theta: Floats) -> tuple[Recipes, Floats, Floats]:
+    def unpack(theta: Floats) -> tuple[Recipes, Floats, Floats, Floats]:
         base = np.column_stack([theta[num : num + 4], theta[num + 4 : num + 8], theta[num + 8 : num + 12]])
         recipes = Recipes(base, np.exp(theta[num + 12 : num + 16]), ())
-        return recipes, theta[:num].reshape(-1, 7), theta[num + 16 :]
+        slope = np.concatenate([theta[num + 16 : num + 18], np.zeros(5)])
+        return recipes, theta[:num].reshape(-1, 7), slope, theta[num + 18 :]
 
     def residuals(theta: Floats) -> Floats:
-        recipes, offsets, levels = unpack(theta)
-        excess = recipes.form_excess(points, tasks, offsets[which], surface)
+        recipes, offsets, slope, levels = unpack(theta)
+        excess = recipes.form_excess(points, tasks, offsets[which] + tasks[:, 1:2] * slope, surface)
         return np.concatenate([
             (soften(np.minimum(excess, LAW_CAP)) + levels[cell] - capped) * scale,
             (offsets / wide).ravel(),
             theta[num : num + 4] - middle,
-            theta[num + 4 : num + 12] / 0.15,
+            theta[num + 4 : num + 12] / SLOPE_SD,
             (theta[num + 12 : num + 16] - np.log(0.01)) / 1.5,
+            theta[num + 16 : num + 18] / SLOPE_SD,
             levels / 0.01,
         ])  # fmt: skip
 
-    start = np.concatenate([np.zeros(num), middle, np.zeros(8), np.full(4, np.log(0.01)), np.zeros(len(groups))])
+    start = np.concatenate([np.zeros(num), middle, np.zeros(8), np.full(4, np.log(0.01)), np.zeros(2 + len(groups))])
     fit = least_squares(residuals, start, loss="soft_l1", max_nfev=40)
-    recipes, offsets, _ = unpack(np.asarray(fit.x))
+    recipes, offsets, slope, _ = unpack(np.asarray(fit.x))
     sds = np.sqrt(np.diag(np.linalg.inv(fit.jac.T @ fit.jac)))[:num].reshape(-1, 7)
-    anchors = [
-        Anchor(name, np.mean([g.recipe for g in groups if g.optimizer == name], axis=0), None, offsets[o], sds[o])
-        for o, name in enumerate(optimizers)
-    ]
+    recipe_of = {name: np.mean([g.recipe for g in groups if g.optimizer == name], axis=0) for name in optimizers}
+    anchors = [Anchor(name, recipe_of[name], None, offsets[o], sds[o], slope) for o, name in enumerate(optimizers)]
     if reference is not None:
         sd = np.array([0.05, 0.05, np.inf, np.inf, np.inf, np.inf, 0.05])
         anchors.append(Anchor(reference.optimizer, reference.recipe, None, np.zeros(7), sd))

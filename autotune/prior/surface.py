@@ -5,8 +5,8 @@ dominate the fit nor bend it. In coordinates u, v (logarithms of learning rate a
 whose exponents are of parameters, tokens and the active share) y is a fixed shape, a positive quadratic form that rises
 faster towards high learning rates, plus a residual: features up to third order whose second-order part changes with
 the task, and a Matern-5/2 process over (u, v, task) at inducing points. The residual is a Bayesian linear model, so its
-uncertainty is exact; it fades away from the data in u and v, and it is held at the border beyond the tasks it saw, so
-that far away the power law and the shape alone remain.
+uncertainty is exact. It fades away from the data in u and v. It goes on along its straight lines for a factor of 4.5 in
+size outside the tasks it saw, and is held there, so that further away nothing but the power law moves the optimum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ AMPLITUDE = 0.01
 LINEAR_SD = 0.05
 INTERACTION_SD = 0.025
 FADE = 2.5
-"""Length-scales over u, v and the task; sizes of the residual's parts; distance in (u, v) at which it fades. Chosen
+REACH_OUTSIDE = 1.5
+"""Length-scales over u, v and the task; sizes of the residual's parts; distance in (u, v) at which it fades;
+factors of e outside the tasks up to which it goes on. Chosen
 coarsely by leaving cells out; results hardly change within a factor of two."""
 
 LAW_MEAN = np.array([math.log(2.5e-3), -0.5, 0.25, 0.0, math.log(4.5e5), 0.0, 0.5, 0.0])
@@ -131,7 +133,7 @@ class Surface:
         return Surface(law, shape, tasks, covariance @ moment, np.asarray(factor, dtype=np.float64))
 
     def places(self, log_rate: Floats, log_batch: Floats, tasks: Floats, offset: Floats | None = None) -> Floats:
-        """``[n, 5]``: u, v and the task held inside the box of those fitted to.
+        """``[n, 5]``: u, v and the task, held near the box of those fitted to.
 
         Args:
             log_rate: ``[n]``.
@@ -141,7 +143,8 @@ class Surface:
         """
         rate, batch = optimum_law(self.law, tasks)
         move = np.zeros(2) if offset is None else offset
-        held = tasks - self.beyond(tasks)
+        beyond = self.beyond(tasks)
+        held = tasks - np.sign(beyond) * np.maximum(np.abs(beyond) - REACH_OUTSIDE, 0.0)
         return np.column_stack([log_rate - rate - move[0], log_batch - batch - move[1], held])
 
     def beyond(self, tasks: Floats) -> Floats:
