@@ -17,8 +17,10 @@ from rich.console import Console
 from autotune.cli import main
 from autotune.commands.sweep_view import SweepView
 from autotune.space.grammar import load_space
+from autotune.space.objectives import Objective
 from autotune.specs.cluster import ClusterSpec
 from autotune.study.assignment import Assignment
+from autotune.study.snapshot import StudySnapshot, TrialRow
 from autotune.study.study import Study, load_snapshot
 from engine.outcome import Outcome
 from engine.yaml_file import dump_yaml
@@ -89,11 +91,15 @@ def test_candidates_are_ranked_by_their_estimates_unless_told_otherwise(
         (["--time", "soon"], "duration", "10m"),
         (["--trials", "2", "--storage", "nonsense"], "not a database address", "sqlite"),
         (["--trials", "2", "--set", "space.plan.tq=2"], "unknown key", "tp"),
+        (["--trials", "2", "--try", "guess.yaml"], "learning_rte", "did you mean hyperparameters.learning_rate"),
+        (["--trials", "2", "--try", "missing.yaml"], "missing.yaml", ""),
+        (["--trials", "2", "--sampler", "joynt"], "no sampler 'joynt'", "joint"),
     ],
 )
 def test_mistakes_end_in_one_message(
     space: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, hint: str
 ) -> None:
+    Path("guess.yaml").write_text("hyperparameters: {learning_rte: 1e-3}\n")
     assert main(["sweep", str(space), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -138,7 +144,13 @@ def test_unknown_studies_end_in_one_message(space: Path, capsys: pytest.CaptureF
 
 
 def test_a_sweep_of_real_training_and_what_studies_say_of_it(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "sweep", str(space), "--trials", "1", "--repeat-best", "1")
+    Path("guess.yaml").write_text("hyperparameters: {learning_rate: 2e-3, global_batch_size: 4}\n")
+    guess = ("--try", "guess.yaml", "--enough", "0.01")
+    result = run_json(capsys, "sweep", str(space), "--trials", "1", "--repeat-best", "1", *guess)
+    assert result["first_guesses"] == [0]
+    assert result["front"][0]["parameters"]["hyperparameters.learning_rate"] == 2e-3
+    assert any("prior" in remark for remark in result["remarks"]), "a tiny run is far from what it was fitted to"
+    assert result["least_violated"] is None
     assert result["outcomes"] == {"ok": 2}
     assert result["front"][0]["values"].keys() == {"speed", "quality"}
     assert result["repeats"]["values"]["quality"]["count"] == 1
@@ -175,12 +187,29 @@ def test_ctrl_c_ends_the_children_and_says_how_to_go_on(space: Path, tmp_path: P
 
 
 @pytest.mark.unit
+def test_what_the_search_says_is_told_once(tmp_path: Path) -> None:
+    """At the start and when the trials have doubled: what is new."""
+    said = [["the prior extrapolates"]]
+    outcome = Outcome(kind="ok", tokens_per_second=1.0, held_out_loss=2.0)
+    console = Console(width=120, file=io.StringIO())
+    snapshot = StudySnapshot("small", tmp_path, (Objective(name="quality"),), ())
+    view = SweepView(console, snapshot, 6, 1, lambda: said[-1])
+    with view.shown():
+        for number in range(4):
+            said.append([*said[-1], f"seen {number}"])
+            view.finished(Assignment(number, 1, tmp_path, {}, "", 0), outcome)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    lines = file.getvalue().splitlines()
+    assert [line for line in lines if not line.startswith("[")] == [
+        "the prior extrapolates", "seen 0", "seen 1", "seen 2", "seen 3"
+    ]  # fmt: skip
+    assert lines[0] == "the prior extrapolates"
+
+
+@pytest.mark.unit
 def test_the_live_view_shows_trials_failures_and_time_left(tmp_path: Path) -> None:
-    from autotune.space.objectives import Objective
-    from autotune.study.assignment import Assignment
-    from autotune.study.snapshot import StudySnapshot, TrialRow
     from engine.config import RunConfig
-    from engine.outcome import Outcome
     from engine.schema import parse
 
     model = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32}
