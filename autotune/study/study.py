@@ -354,8 +354,10 @@ class Study:
                 reason = Nothing.ENOUGH
                 break
             proposal = None if self._is_exhausted else self._propose()
+            if proposal is None and not self._is_exhausted:
+                self._is_exhausted = True  # those begun may go on now
+                continue
             if proposal is None:
-                self._is_exhausted = True
                 reason = Nothing.EXHAUSTED
                 break
             number, chosen = proposal

@@ -221,6 +221,14 @@ def test_several_drivers_grow_a_candidate_once(open_study: OpenStudy) -> None:
 
 
 @pytest.mark.unit
+def test_when_nothing_new_is_left_those_begun_are_trained_to_the_end(open_study: OpenStudy) -> None:
+    fixed = ("space.plan={micro_batch_size: [1, 2, 4]}", "space.hyperparameters={global_batch_size: 8}")
+    study = open_study("s", RUNGS, *fixed, num_trials=20, sampler="random")
+    done = worked(study)
+    assert [a.share for a in done].count(0.25) == [a.share for a in done].count(1.0) == 3
+
+
+@pytest.mark.unit
 def test_a_diverged_candidate_does_not_grow(open_study: OpenStudy) -> None:
     study = open_study("s", RUNGS, num_trials=3, sampler="random")
     bad = asked(study)
