@@ -29,7 +29,8 @@ def make_trial(
     **changes: Any,
 ) -> TrialRow:
     """A finished trial."""
-    measured = {"tokens_per_second": speed, "peak_memory_bytes": int(memory), "held_out_loss": loss}
+    measured: dict[str, Any] = {"tokens_per_second": speed, "peak_memory_bytes": int(memory), "held_out_loss": loss}
+    measured["metrics"] = {"cost": 1e4 / speed, "energy": 4e4 / speed}
     outcome = Outcome(kind=kind, detail=detail, **(measured if kind == "ok" else {}))
     values = {o.name: o.value_of(outcome) for o in objectives} if kind == "ok" else None
     feasible = values is not None and all(o.violation(values[o.name]) <= 0 for o in objectives)

@@ -11,7 +11,9 @@ from autotune.apply.select import front_trials
 from autotune.search.pareto import front
 from engine.outcome import FAILURE_KINDS
 from reports import info
-from tests.reports.synthetic import GIB, HOSTILE, make_snapshot, make_trial
+from reports.importance import get_importance
+from reports.plots import plot_importance
+from tests.reports.synthetic import ALL, GIB, HOSTILE, make_snapshot, make_trial
 
 pytestmark = pytest.mark.unit
 
@@ -149,6 +151,30 @@ def test_summary_recommends_the_knee_and_shows_the_extremes():
     ]
     assert sum(summary.counts.values()) == summary.num_trials == 42
     assert summary.empty_reason == ""
+
+
+def test_five_objectives_have_columns_pairs_and_extremes_like_three():
+    """Nothing of a report takes for granted that there are three."""
+    names = (*ALL, "cost", "energy")
+    snapshot = make_snapshot(60, names=names, failure_ratio=0)
+    keys = [column.key for column in info.get_table(snapshot).columns]
+    assert set(names) <= set(keys)
+    assert len(info.get_pairs(info.get_cloud(snapshot))) == 10
+    titles = {choice.title for choice in info.get_summary(snapshot).choices}
+    assert {"The cheapest", "The thriftiest"} <= titles
+    reasons = " ".join(reason for choice in info.get_summary(snapshot).choices for reason in choice.reasons)
+    assert "cost" in reasons
+    figure = plot_importance(get_importance(snapshot))
+    assert [bar.name for bar in figure.data] == ["Energy", "Cost", "Held-out loss", "Peak memory", "Training speed"]
+
+
+def test_summary_names_the_trial_nearest_to_the_bounds():
+    """Ten trials that all break a bound are not the same as none."""
+    snapshot = make_snapshot(10, bounds={"memory": 1000.0}, failure_ratio=0)
+    smallest = min(snapshot.trials, key=lambda trial: trial.values["memory"])
+    reason = info.get_summary(snapshot).empty_reason
+    assert f"The nearest is trial {smallest.number}: peak memory" in reason
+    assert "above 1.0 KiB" in reason
 
 
 def test_summary_tells_what_repeats_gave():

@@ -1,12 +1,16 @@
 """A sweep can be repeated: proposals are functions of the study's seed and of what was measured."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
-from autotune.search.samplers import DEFAULT_SAMPLER, EXTRAS, SAMPLERS
+from autotune.apply.select import pick
+from autotune.search.sampler import Observation
+from autotune.search.samplers import DEFAULT_SAMPLER, EXTRAS, SAMPLERS, make_sampler
 from autotune.search.warm_start import task_prior_of
 from autotune.space.command import CommandSpace
 from autotune.space.objectives import Objective
@@ -15,6 +19,7 @@ from autotune.space.training import TrainingSpace
 from autotune.study.assignment import Assignment
 from autotune.study.study import Nothing, Study, load_snapshot
 from autotune.study.study_file import read_study_file
+from autotune.testing.samplers import bowl, plain_space, state_of
 from engine.errors import UserError
 from engine.outcome import Outcome
 
@@ -143,3 +148,31 @@ def test_remarks_say_how_far_the_prior_reaches(open_study: OpenStudy, make_space
     study = open_study(num_trials=1, task_prior=task_prior_of(make_space()[0]))
     assert any("prior" in remark for remark in study.remarks()), "a run of a few thousand tokens is outside"
     assert open_study("without", num_trials=1).remarks() == []
+
+
+def test_values_that_are_not_finite_are_failures(open_study: OpenStudy) -> None:
+    """An infinite loss is no point of the front, and a NaN is never the best, though it came first."""
+    study = open_study(num_trials=3)
+    losses = (math.nan, math.inf, 2.5)
+    for loss in losses:
+        study.tell(asked(study), Outcome(kind="ok", tokens_per_second=1e9, held_out_loss=loss, corpus_hash="text"))
+    snapshot = load_snapshot(study.folder)
+    assert [row.values is None for row in snapshot.trials] == [True, True, False]
+    assert pick(snapshot, "knee").number == pick(snapshot, "fastest").number == 2
+    for trial in study._table.all():
+        assert trial.state == TrialState.COMPLETE, "never left running"
+        assert all(map(math.isfinite, trial.values))
+
+
+@pytest.mark.parametrize("sampler", ["joint", "tpe"])
+def test_the_search_learns_where_trials_fail(sampler: str) -> None:
+    """Two thirds of the space end in NaN: the last trials keep out of there."""
+    space = plain_space()
+    observations: list[Observation] = []
+    for number in range(30):
+        chosen = make_sampler(sampler).propose(state_of(space, observations, num_trials=30))
+        assert chosen is not None
+        fails = float(chosen["y"] or 0) > 1e-3
+        values = None if fails else bowl(chosen)
+        observations.append(Observation(number, "failed" if fails else "ok", chosen, values, "nan" if fails else ""))
+    assert sum(o.state == "failed" for o in observations[-10:]) <= 4
