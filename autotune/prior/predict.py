@@ -16,7 +16,7 @@ import numpy as np
 from autotune.prior.coordinates import COORDINATES, backward, forward, task_coordinates
 from autotune.prior.final_rate import final_rate_excess
 from autotune.prior.level import LossLevel
-from autotune.prior.recipes import Anchor, Recipes, coordinates_of, group_rows
+from autotune.prior.recipes import SETTINGS, Anchor, Recipes, coordinates_of, group_rows
 from autotune.prior.rows import MetaRow
 from autotune.prior.surface import NOISE, SOFTNESS, Floats, Surface, harden, optimum_law
 from autotune.prior.task import HYPERPARAMETERS, Task
@@ -28,6 +28,8 @@ LEARNING_RATES = (1e-6, 0.1)
 """Learning rates the prior ever proposes."""
 LEAST_STEPS = 50
 """A run has at least so many steps at the batches it proposes."""
+MOST_WARMUP = 0.3
+"""Longest warm-up it proposes: short runs of the tables warm up for a fixed number of steps."""
 REACH = 2.5
 """How far from the law's optimum the surface's is looked for, in logarithms."""
 NEAR = 1.0
@@ -106,7 +108,6 @@ class TaskPrior:
         centre = self._best(given or {})
         best: dict[str, float | str] = {name: backward(name, z) for name, z in zip(COORDINATES, centre, strict=True)}
         best |= given or {}
-        best["warmup_ratio"] = min(float(best["warmup_ratio"]), 0.5)
         schedule = "cosine" if self.task.schedule == "constant" else self.task.schedule
         return best | {"schedule": schedule, "min_lr_ratio": 0.0}
 
@@ -117,7 +118,10 @@ class TaskPrior:
         intervals = {}
         for name, z, width in zip(COORDINATES, self._centre, sd * NORMAL_90, strict=True):
             ends = sorted((backward(name, z - width), backward(name, z + width)))
-            intervals[name] = (ends[0], min(ends[1], 1.0)) if name == "warmup_ratio" else (ends[0], ends[1])
+            if name == "global_batch_tokens":
+                ends = [self._in_bounds(end) for end in ends]
+            least, most = {"learning_rate": LEARNING_RATES, "warmup_ratio": (0.0, 1.0)}.get(name, (0.0, math.inf))
+            intervals[name] = (max(ends[0], least), min(ends[1], most))
         return intervals
 
     def portfolio(self, k: int = 5, given: Mapping[str, float] | None = None) -> list[dict[str, float | str]]:
@@ -195,6 +199,8 @@ class TaskPrior:
             low_y, high_y = max(low_y, best_y - step_y), min(high_y, best_y + step_y)
         place = task_coordinates(self.task)
         settings = self.recipes.settings_optimum(place, self.surface) + self.offset[2:6]
+        warmup = SETTINGS.index("warmup_ratio")
+        settings[warmup] = min(settings[warmup], float(forward("warmup_ratio", MOST_WARMUP)))
         return np.concatenate([[best_x, best_y], settings])
 
     def _sd(self, coordinates: Floats, places: Floats, mean: Floats, final_sd: Floats, varied: Any) -> Floats:
