@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from autotune.search.black_box import BlackBox
-from autotune.search.composed import SPEED_FOLLOWERS, Composition
+from autotune.search.composed import SPEED_FOLLOWERS, Composition, quality_dimensions
+from autotune.search.front_model import restricted
+from autotune.search.quality import QUALITY, QualityModel
 from autotune.search.sampler import SearchState
 from autotune.search.single import MAX_TAKEN, SurrogateSampler
 from autotune.search.uniform import UniformSampler
@@ -21,6 +23,8 @@ PLAN_OBJECTIVES = {"speed", "memory", *SPEED_FOLLOWERS}
 """What plans decide."""
 MAX_MODELLED = 300
 """Trials beyond which Gaussian processes cost more than they give; tree-structured Parzen estimators go on."""
+
+CONTRADICTION = "the trials contradict the prior: the search goes on without it"
 
 
 class JointSampler:
@@ -51,6 +55,18 @@ class JointSampler:
             return None
         _, gain = _front_of(state).ranked()
         return float(gain[0]) if len(gain) and np.isfinite(gain[0]) else None
+
+    def remarks(self, state: SearchState) -> list[str]:
+        """See ``Remarking``: whether the trials contradict the prior."""
+        name = state.space.roles.get(QUALITY, QUALITY)
+        quality = next((objective for objective in state.space.objectives if objective.name == name), None)
+        if state.task_prior is None or quality is None or len(state.tried) > MAX_MODELLED:
+            return []
+        dimensions = state.space.dimensions
+        if isinstance(state.space, TrainingSpace):
+            dimensions = quality_dimensions(dimensions)
+        is_contradicted = QualityModel.fit(restricted(state, dimensions), quality).is_contradicted
+        return [CONTRADICTION] if is_contradicted else []
 
 
 def _is_alone(state: SearchState) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 from autotune.prior.predict import Prior
 from autotune.prior.task import Task
+from autotune.search.joint import CONTRADICTION, JointSampler
 from autotune.search.quality import QualityModel, hyperparameter_columns
 from autotune.search.sampler import Observation, SearchState
 from autotune.space.objectives import Objective
@@ -69,6 +70,8 @@ def test_a_contradicted_prior_is_dropped(prior):
     model = QualityModel.fit(state(seen, shuffled, prior), QUALITY)
     assert model.is_contradicted
     assert model.view.prior is None
+    assert JointSampler().remarks(state(seen, shuffled, prior)) == [CONTRADICTION]
+    assert JointSampler().remarks(state(seen, shuffled)) == JointSampler().remarks(state([], [], prior)) == []
 
 
 def test_before_any_trial_the_prior_alone_speaks(prior):
