@@ -148,6 +148,11 @@ def joined(address: str | None, spec: ClusterSpec) -> Iterator[RayCluster]:
     Raises:
         UserError: Ray is not installed, or the cluster can't be reached.
     """
+    if address is not None and "://" in address:
+        raise UserError(
+            f"not an address of a Ray cluster: {address!r}",
+            hint="give auto or HOST:PORT of its head, on a machine that is a node of it",
+        )
     with _settings():
         try:
             import ray

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 WAIT_TOLD_SECONDS = 30.0
 """Waiting so long for devices is worth a word; to start a worker takes a few seconds by itself."""
+CLOSE_SECONDS = 60.0
+"""Tune gets so long to end; a cluster that is gone may never answer it."""
 SILENT_SECONDS = 15.0
 """A worker that was asked to end gets so long beyond the grace time of its trial, then it counts as lost."""
 
@@ -155,7 +157,7 @@ class RayExecutor:
     def close(self) -> None:
         """End Tune; Ray itself belongs to who joined it."""
         self._mailbox.close()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
     def _bundles(self, assignment: Assignment, stop: Callable[[], Stop], patience: Patience) -> Bundles | None:
         """Where a trial fits. Nodes that were lost may come back, so it is waited for."""

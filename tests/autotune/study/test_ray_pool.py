@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from autotune.space.grammar import load_space
+from autotune.specs.cluster import probe_cluster
 from autotune.study.child import STOP_GRACE_SECONDS
 from autotune.study.driver import Driver
-from autotune.study.ray_cluster import Bundles, RayCluster
+from autotune.study.ray_cluster import Bundles, RayCluster, joined
 from autotune.study.ray_pool import RayExecutor, open_ray
 from autotune.study.study import Study, load_snapshot
 from engine.errors import UserError
@@ -265,6 +266,14 @@ def test_a_cluster_that_is_not_there_is_told(open_study: Callable[..., Study], t
     }
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
     assert "cannot join the Ray cluster 127.0.0.1:1" in child.stderr
+
+
+def test_addresses_of_another_kind_are_refused() -> None:
+    with (
+        pytest.raises(UserError, match="not an address of a Ray cluster: 'ray://host:10001'"),
+        joined("ray://host:10001", probe_cluster()),
+    ):
+        pass
 
 
 def trial_processes(study: Study) -> list[psutil.Process]:
