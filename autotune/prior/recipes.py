@@ -110,10 +110,11 @@ class Recipes:
             task: The task.
             surface: Fitted to the tasks beyond which offsets are ever less certain.
         """
-        target = Anchor(task.optimizer, recipe_coordinates(task), task_coordinates(task), np.zeros(7), np.zeros(7))
+        place = task_coordinates(task)
+        target = Anchor(task.optimizer, recipe_coordinates(task), place, np.zeros(7), np.zeros(7))
         everyone = (*self.anchors, target)
         alike = _likeness(everyone, surface)
-        log_tokens = _near(task_coordinates(task), surface)[1]
+        log_tokens = _near(place, surface)[1]
         offsets = np.array([anchor.offset + anchor.slope * log_tokens for anchor in everyone])
         variances = np.array([anchor.sd for anchor in everyone]) ** 2
         means, sds = np.zeros(7), np.zeros(7)
