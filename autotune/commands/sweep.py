@@ -107,6 +107,7 @@ def command(
     from rich.console import Console
 
     from autotune.commands.command_sweep import check_program, print_dry_run
+    from autotune.prior.rows import default_rows_file, read_rows
     from autotune.search.forecast import Forecast
     from autotune.search.warm_start import task_prior_of
     from autotune.space.command import CommandSpace
@@ -132,6 +133,7 @@ def command(
         assert enumeration is not None, "training runs have plans"
         forecast = Forecast.make(loaded, enumeration) if estimates and can_estimate else None
         most_devices = enumeration.max_devices
+    guesses = read_guesses(try_ or (), loaded)
     if dry_run:
         if isinstance(loaded, CommandSpace):
             print_dry_run(loaded, seed or 0, as_json=as_json)
@@ -145,7 +147,6 @@ def command(
     if executor == "local":
         check_machine(machines, workers)
     refuse_changes(folder, loaded, storage, seed)
-    guesses = read_guesses(try_ or (), loaded)
     text = None
     if isinstance(loaded, CommandSpace):
         check_program(loaded)
@@ -172,7 +173,7 @@ def command(
             num_trials=num_trials,
             seed=seed,
             forecast=forecast,
-            task_prior=task_prior_of(loaded) if prior else None,
+            task_prior=task_prior_of(loaded, read_rows(default_rows_file())) if prior else None,
             guesses=guesses,
             enough=enough,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autotune.prior.predict import Prior, TaskPrior
+from autotune.prior.rows import MetaRow
 from autotune.prior.task import Task
 from autotune.space.command import CommandSpace
 from autotune.space.space import Space
@@ -13,12 +13,12 @@ from autotune.space.training import TrainingSpace
 from engine.schema import parse
 
 
-def task_prior_of(space: Space, extra_rows: Sequence[Any] = ()) -> TaskPrior | None:
+def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior | None:
     """The prior at what a space trains; None where it speaks of nothing that is sought.
 
     Args:
         space: Of training runs, or of a user's program that trains what its ``task`` says; quality is an objective.
-        extra_rows: Further rows that the prior is conditioned on.
+        extra_rows: The user's own runs, which the prior is conditioned on.
     """
     quality = space.roles.get("quality", "quality")
     if all(objective.name != quality for objective in space.objectives):
