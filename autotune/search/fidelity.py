@@ -28,15 +28,12 @@ CHANCE = ("infra", "interrupted")
 """Failures that say nothing of the candidate."""
 PRIOR_WEIGHT = 4.0
 """The law's own uncertainty counts as much as so many candidates that went on."""
-SLOPE = 1.0
 SLOPE_SD = 0.3
 """The fall that the law forecasts is right within so much of itself, before any candidate went on."""
 LEVEL_SPREADS = 10.0
 """What all candidates of a rung still gain is not known within so many times their spread, before any went on."""
 SPREAD_RATIO = 0.3
 """Without a curve a value still moves by so much of the spread of the rung's values."""
-OPTIMISM = 0.0
-"""A candidate is ranked by its forecast less so many standard deviations."""
 TOLERANCE = 1e-9
 """Of sums of shares."""
 
@@ -72,11 +69,7 @@ class Chain:
         """The farthest number with values; None without any, or where it failed by its own fault on the way."""
         if self.last.state == "failed" and self.last.failure not in CHANCE:
             return None
-        return self.at(self.last.rung)
-
-    def at(self, rung: int) -> Observation | None:
-        """The farthest number with values up to a rung."""
-        measured = [link for link in self.links if link.values is not None and link.rung <= rung]
+        measured = [link for link in self.links if link.values is not None]
         return measured[-1] if measured else None
 
 
@@ -185,16 +178,15 @@ class _Change:
         fell = np.array(
             [values[row] - sign * (after[before[row].number].values or {})[objective.name] for row in pairs]
         )
-        known = rows[:, 1] + centre if pairs else fell
         noise = np.array([max(laws[row].sd, 1e-12) for row in pairs])
-        start, scale = np.array([centre, SLOPE]), 1.0
+        start, scale = np.array([centre, 1.0]), 1.0
         weights, covariance = start, np.linalg.inv(prior)
         for _ in range(3 if pairs else 0):
             precision = prior + (rows.T / (scale * noise**2)) @ rows
             covariance = np.linalg.inv(precision)
             weights = covariance @ (prior @ start + (rows.T / (scale * noise**2)) @ fell)
             errors = (fell - rows @ weights) / noise
-            scale = (PRIOR_WEIGHT + float(errors @ errors)) / (PRIOR_WEIGHT + len(known))
+            scale = (PRIOR_WEIGHT + float(errors @ errors)) / (PRIOR_WEIGHT + len(pairs))
         return replace(blank, weights=weights, covariance=covariance, scale=scale)
 
     def of(self, link: Observation) -> _Fall:
@@ -271,15 +263,15 @@ def next_growth(state: SearchState, fidelity: Fidelity, left: float, *, may_begi
     """
     chains = chains_of(state.observations)
     if not may_begin:
-        waiting = [chain.known for chain in chains if _is_waiting(chain, fidelity)]
+        waiting = [chain.last for chain in chains if _is_waiting(chain, fidelity)]
         for link in _ranked(chains, waiting, state.space.objectives, fidelity):
             if fidelity.cost_from(link.rung + 1) <= left + TOLERANCE:
                 return Growth(link.number, link.rung + 1)
         return None
+    waits = {chain.last.number for chain in chains if _is_waiting(chain, fidelity)}
     for rung in range(fidelity.last - 1, -1, -1):
         # Each as it stood at this rung: what has become of those that went on is no fair rival.
-        members = [chain.at(rung) for chain in chains if any(link.rung == rung for link in chain.links)]
-        waits = {chain.last.number for chain in chains if _is_waiting(chain, fidelity)}
+        members = [link for chain in chains for link in chain.links if link.rung == rung and link.values is not None]
         order = _ranked(chains, members, state.space.objectives, fidelity)
         for link in order[: int(len(order) / fidelity.eta)]:
             if link.number in waits:
@@ -288,16 +280,15 @@ def next_growth(state: SearchState, fidelity: Fidelity, left: float, *, may_begi
 
 
 def _ranked(
-    chains: Sequence[Chain], links: Sequence[Observation | None], objectives: Sequence[Objective], fidelity: Fidelity
+    chains: Sequence[Chain], links: Sequence[Observation], objectives: Sequence[Objective], fidelity: Fidelity
 ) -> list[Observation]:
-    """Those of which something is known, from the best forecast on."""
-    known = [link for link in links if link is not None]
-    if not known:
+    """Numbers with values, from the best forecast on."""
+    if not links:
         return []
-    forecasts = Forecasts.of(chains, known, objectives, fidelity)
-    expected = [_expected(link, forecasts, row, objectives) for row, link in enumerate(known)]
+    forecasts = Forecasts.of(chains, links, objectives, fidelity)
+    expected = [_expected(link, forecasts, row, objectives) for row, link in enumerate(links)]
     violations = violations_of(expected, objectives).max(axis=1)
-    return [known[row] for row in ranked(forecasts.mean - OPTIMISM * forecasts.sd, violations).tolist()]
+    return [links[row] for row in ranked(forecasts.mean, violations).tolist()]
 
 
 def _is_waiting(chain: Chain, fidelity: Fidelity) -> bool:
