@@ -72,7 +72,7 @@ def enumerate_plans(
     Raises:
         UserError: More combinations than can be enumerated.
     """
-    choices = [dimension.choices() or () for dimension in dimensions]
+    choices = [tuple(dimension.choices() or ()) for dimension in dimensions]
     num_combinations = math.prod(len(options) for options in choices)
     if num_combinations > MAX_COMBINATIONS:
         sizes = ", ".join(f"{d.name} {len(c)}" for d, c in zip(dimensions, choices, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,19 +38,20 @@ class Dimension:
     when: Expression | None = None
     """Searched only where this holds of the values chosen before; elsewhere the default is used."""
 
-    def choices(self) -> tuple[Scalar, ...] | None:
-        """All values of a discrete dimension; None for a continuous one."""
+    def choices(self) -> Sequence[Scalar] | None:
+        """All values of a discrete dimension, never listed where they are a range; None for a continuous one."""
         if self.kind == "categorical":
             return self.values
         if self.kind == "int":
-            return tuple(range(int(self.low), int(self.high) + 1, self.step))
+            return range(int(self.low), int(self.high) + 1, self.step)
         return None
 
     def contains(self, value: Scalar) -> bool:
         """Whether ``value`` is in the dimension."""
-        choices = self.choices()
-        if choices is not None:
-            return any(type(value) is type(choice) and value == choice for choice in choices)
+        if self.kind == "int":
+            return type(value) is int and value in (self.choices() or ())
+        if self.kind == "categorical":
+            return any(type(value) is type(choice) and value == choice for choice in self.values)
         return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
 
     def describe(self) -> str:

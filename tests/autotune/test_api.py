@@ -270,3 +270,10 @@ def test_trials_become_a_table() -> None:
     assert list(frame.columns)[:4] == ["number", "state", "detail", "feasible"]
     assert {"value.loss", "param.x", "param.kind"} <= set(frame.columns)
     assert len(frame) == 3
+
+
+def test_a_range_of_millions_is_never_listed() -> None:
+    found = autotune.Study({"n": {"int": [1, 10**9]}}, LOSS, sampler="random").run(lambda n: n, trials=5)
+    assert len({result.params["n"] for result in found.trials}) == 5
+    assert found.space.candidate({"n": 10**9}).is_legal
+    assert not found.space.candidate({"n": 1.0}).is_legal
