@@ -233,7 +233,7 @@ def _surely_beaten(costs: Sequence[Predicted], by: Sequence[Predicted]) -> np.nd
             few = mine[start : start + rows_at_once, None, :]
             at_most = theirs <= few
             at_most[:, :, index] = theirs[:, index] < few[:, :, index]
-            beaten[start : start + rows_at_once] |= at_most.all(axis=2).any(axis=1)
+            beaten[start : start + rows_at_once] |= np.any(np.all(at_most, axis=2), axis=1)
     return beaten
 
 
