@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -17,9 +18,12 @@ from typing import Any
 from autotune.specs.cluster import ClusterSpec
 from engine.errors import UserError
 
-CHECK_SECONDS = 60.0
+CHECK_SECONDS = 180.0
 """A node that does not answer for so long is told of."""
+REACH_SECONDS = 10.0
+"""Who listens at the cluster's address answers within this."""
 
+_START_HINT = "start one with 'ray start --head' and give its HOST:PORT, or leave --address out: one is started here then"
 _SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new one prints a box whatever its verbosity
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -148,11 +152,8 @@ def joined(address: str | None, spec: ClusterSpec) -> Iterator[RayCluster]:
     Raises:
         UserError: Ray is not installed, or the cluster can't be reached.
     """
-    if address is not None and "://" in address:
-        raise UserError(
-            f"not an address of a Ray cluster: {address!r}",
-            hint="give auto or HOST:PORT of its head, on a machine that is a node of it",
-        )
+    if address not in (None, "auto"):
+        _reach(address)
     with _settings():
         try:
             import ray
@@ -177,8 +178,7 @@ def joined(address: str | None, spec: ClusterSpec) -> Iterator[RayCluster]:
             except Exception as error:
                 raise UserError(
                     f"cannot join the Ray cluster {address or 'of this machine'}: {_reason(error)}",
-                    hint="start one with 'ray start --head' and give its HOST:PORT, or leave --address out to have one"
-                    " started for this machine",
+                    hint=_START_HINT,
                 ) from None
             _silence()
             yield RayCluster("GPU" if spec.device == "cuda" else "CPU", spec.threads_per_device)
@@ -186,6 +186,22 @@ def joined(address: str | None, spec: ClusterSpec) -> Iterator[RayCluster]:
             ray.shutdown()
             if scratch is not None:
                 shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _reach(address: str) -> None:
+    """Make sure that somebody listens at ``HOST:PORT``: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise UserError(
+            f"not an address of a Ray cluster: {address!r}",
+            hint="give auto or HOST:PORT of its head, on a machine that is a node of it",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"cannot join the Ray cluster {address}: {getattr(error, 'strerror', None) or error}", hint=_START_HINT
+        ) from None
 
 
 @contextmanager
