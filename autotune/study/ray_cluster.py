@@ -23,7 +23,9 @@ CHECK_SECONDS = 180.0
 REACH_SECONDS = 10.0
 """Who listens at the cluster's address answers within this."""
 
-_START_HINT = "start one with 'ray start --head' and give its HOST:PORT, or leave --address out: one is started here then"
+_START_HINT = (
+    "start one with 'ray start --head' and give its HOST:PORT, or leave --address out: one is started here then"
+)
 _SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new one prints a box whatever its verbosity
     "RAY_USAGE_STATS_ENABLED": "0",
