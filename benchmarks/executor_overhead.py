@@ -2,9 +2,9 @@
 
     python benchmarks/executor_overhead.py [--trials 60] [--shared 500] [--only NAME]
 
-Storages: drivers, each a process, share a study whose trials take no time. Executors: one driver, trials that write
-their outcome and end, with one, two and four at a time. Nothing may be lost or doubled. Cases that are in the result
-file are not run again (delete it to begin anew).
+Storages: drivers, each a process, share a study whose trials take no time; seconds are those between two starts of
+trials. Executors: one driver, trials that write their outcome and end, with one, two and four at a time. Nothing may be
+lost or doubled. Cases that are in the result file are not run again (delete it to begin anew).
 
 Writes ``benchmarks/results/executor_overhead.json``.
 """
@@ -85,9 +85,8 @@ def of_storage(kind: str, num_drivers: int, num_trials: int) -> dict[str, Any]:
         folder = Path(scratch).resolve()
         (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
 
-        def drive(count: int) -> float:
-            """Wall seconds until all drivers have ended."""
-            started = time.monotonic()
+        def drive(count: int) -> None:
+            """Run all drivers to their end."""
             command = [
                 sys.executable,
                 str(FAST_DRIVE),
@@ -104,23 +103,20 @@ def of_storage(kind: str, num_drivers: int, num_trials: int) -> dict[str, Any]:
             ]
             if any(driver.wait() for driver in drivers):
                 raise SystemExit("a driver failed")
-            return time.monotonic() - started
 
-        empty_cpu = _children_cpu(lambda: drive(1))
-        started = time.monotonic()
-        empty_cpu = min(empty_cpu, _children_cpu(lambda: drive(1)))  # opening alone: the one trial is there already
-        empty_seconds = time.monotonic() - started
-        started = time.monotonic()
+        drive(1)
+        empty_cpu = _children_cpu(lambda: drive(1))  # opening alone: the one trial is there already
         cpu = _children_cpu(lambda: drive(1 + num_trials))
-        seconds = time.monotonic() - started
         rows = load_snapshot(folder / "s").trials
-        ran = [line.split()[0] for path in folder.glob("ran*") for line in path.read_text().splitlines()]
+        ran = [line.split() for path in folder.glob("ran*") for line in path.read_text().splitlines()]
+    numbers = [number for number, _, _ in ran]
+    moments = sorted(float(moment) for number, _, moment in ran if number != "0")
     return {
-        "seconds_per_trial": max(0.0, seconds - empty_seconds) / num_trials,
+        "seconds_per_trial": (moments[-1] - moments[0]) / (num_trials - 1),
         "cpu_seconds_per_trial": max(0.0, cpu - empty_cpu) / num_trials,
         "num_trials": num_trials,
         "num_lost": 1 + num_trials - sum(row.outcome is not None for row in rows),
-        "num_doubled": len(ran) - len(set(ran)),
+        "num_doubled": len(numbers) - len(set(numbers)),
     }
 
 
@@ -236,7 +232,7 @@ def main() -> int:
             " did other work too (the load is in the file); CPU seconds are those of the drivers, not of Ray's own"
             " processes or the database's",
             "lines": lines(figures),
-            "arguments": f"--trials {options.trials} --shared {options.shared}",
+            "arguments": ["--trials", str(options.trials), "--shared", str(options.shared)],
             "figures": figures,
         }
         write_json(RESULT, report)

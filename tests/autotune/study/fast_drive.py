@@ -1,6 +1,6 @@
 """A driver of trials that take no time, as a process of its own: ``fast_drive.py SPACE.yaml STUDY_FOLDER NUM_TRIALS
 NUM_WORKERS STORAGE RAN_FILE [DELAY_SECONDS]`` (``-`` as storage for the journal). Every start of a trial is a line
-``NUMBER ATTEMPT`` in the last file."""
+``NUMBER ATTEMPT UNIX_TIME`` in the last file."""
 
 import sys
 import time
@@ -34,7 +34,7 @@ class Immediate:
     ) -> Outcome:
         on_start()
         with open(self.ran, "a") as file:
-            file.write(f"{assignment.number} {assignment.attempt}\n")
+            file.write(f"{assignment.number} {assignment.attempt} {time.time()}\n")
         time.sleep(self.delay_seconds)
         return Outcome(kind="ok", tokens_per_second=100.0, held_out_loss=3.0, corpus_hash="text")
 

@@ -68,7 +68,7 @@ class Drivers:
     def starts(self) -> list[tuple[int, int]]:
         """Number and attempt of each start of a trial."""
         lines = [line.split() for path in sorted(self.ran.iterdir()) for line in path.read_text().splitlines()]
-        return [(int(number), int(attempt)) for number, attempt in lines]
+        return [(int(number), int(attempt)) for number, attempt, _ in lines]
 
     def end(self) -> None:
         """Kill what still runs."""
