@@ -24,6 +24,10 @@ from autotune.space.space import Scalar
 
 TINY = 1e-12
 """Added to expected gains, so that they have a logarithm."""
+NUM_AROUND = 20
+REACHES = (0.3, 0.1)
+"""Points, around each of the front and how far from it, that tell how far the front may go."""
+MAX_FRONT = 12
 NEARNESS = 10.0
 """Where no draw gains anything, how fast the score falls with the distance to the front."""
 
@@ -65,7 +69,11 @@ class BlackBox:
         if (is_starting and not has_prior) or not len(self.tried):
             tried = self.candidates.encoding.coordinates([o.parameters for o in self.state.tried])
             return self._unknown(self.candidates.spread(tried, MARGIN, self.rng))
-        front = self.model.front(self.model.box(*self.model.tried()))
+        on_front = self._on_front()
+        # The front may go on where nothing was tried: what is expected there belongs to its range.
+        around = [self.candidates.near(on_front, radius, NUM_AROUND, self.rng) for radius in REACHES]
+        scouts = _pool(np.concatenate([on_front, self.candidates.random(NUM_AROUND, self.rng), *around]))
+        front = self.model.front(self.model.box(*self.model.drawn(scouts)))
         gains = []
 
         def score(coordinates: np.ndarray) -> np.ndarray:
@@ -74,7 +82,7 @@ class BlackBox:
             gains.append(float((gain * np.exp(chance)).max(initial=0.0)))
             return np.asarray(np.log(gain + TINY * np.exp(NEARNESS * np.minimum(near, 0.0))) + chance)
 
-        ranked = _pool(self.candidates.maximise(score, self._on_front(), self.rng))
+        ranked = _pool(self.candidates.maximise(score, on_front, self.rng))
         return ranked, np.full(len(ranked), max(gains, default=0.0) / max(front.volume, TINY))
 
     def chosen(self, pool: Pool, index: int) -> dict[str, Scalar]:
@@ -82,11 +90,11 @@ class BlackBox:
         return self.candidates.encoding.values(pool.coordinates[index])
 
     def _on_front(self) -> np.ndarray:
-        """Coordinates of what was tried and is most likely on the front, in random order."""
+        """Coordinates of what was tried and is most likely on the front, in random order and not too many."""
         costs, within = self.model.tried()
         mean = np.where(within.mean(axis=0)[:, None] >= 0.5, costs.mean(axis=0), np.inf)
         is_front = pareto.front(mean, ["minimize"] * mean.shape[1])
-        return np.asarray(self.rng.permutation(self.tried.coordinates[is_front]))
+        return np.asarray(self.rng.permutation(self.tried.coordinates[is_front])[:MAX_FRONT])
 
     @staticmethod
     def _unknown(coordinates: np.ndarray) -> tuple[Pool, np.ndarray]:
