@@ -254,7 +254,7 @@ def main() -> int:
                     log.write(json.dumps(row) + "\n")
     result = evaluate(done)
     write_json(RESULT, result)
-    show(result)
+    print("\n".join([result["setup"], *result["lines"]]))
     return 0
 
 
@@ -320,6 +320,7 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]]) -> dict
             reached = np.flatnonzero(mean >= last[best]) if best else np.zeros(0)
             entry["methods"][name] = {
                 "num_seeds": len(rows),
+                "num_trials": len(mean),
                 "seeds_after": {str(n): int(count[n - 1]) for n in CHECKPOINTS if n <= len(mean)},
                 "mean_volume": {str(n): round(float(mean[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
                 "standard_error": {str(n): round(float(error[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
@@ -328,6 +329,15 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]]) -> dict
             }
         table.append(entry)
     return {
+        "title": "Front of speed, memory and quality: trials until it is found",
+        "arguments": [],
+        "setup": (
+            "plans, batch and learning rate of published model sizes on machines of the catalogue; speed and memory by"
+            f" the cost model with random errors by axis ({TIME_SD:g} and {MEMORY_SD:g} in logarithms, anew by seed),"
+            " quality by published grids; share of the whole front's hypervolume by true values, mean over seeds; the"
+            " prior knows nothing of the problem's model size"
+        ),
+        "lines": _lines(table),
         "num_trials": NUM_TRIALS,
         "errors": {
             "time_sd": TIME_SD, "memory_sd": MEMORY_SD, "level_share": LEVEL_SHARE, "plan_share": PLAN_SHARE,
@@ -335,6 +345,28 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]]) -> dict
         "versions": {name: version(name) for name in ("optuna", "numpy", "scipy")},
         "problems": table,
     }  # fmt: skip
+
+
+def _lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table for people."""
+    after = " | ".join(f"after {count}" for count in CHECKPOINTS)
+    lines = [
+        f"| problem | noise, nats | method | seeds | {after}"
+        f" | trials to where the best unrestricted one is after {NUM_TRIALS} | CPU s an ask |",
+        "|" + "---|" * (6 + len(CHECKPOINTS)),
+    ]
+    for entry in table:
+        for method in METHODS:
+            if (row := entry["methods"].get(method.name)) is None:
+                continue
+            means = [row["mean_volume"].get(str(count)) for count in CHECKPOINTS]
+            volumes = " | ".join("" if mean is None else f"{mean:.3f}" for mean in means)
+            reached = row["trials_to_best_unrestricted"] or f"not in {row['num_trials']}"
+            lines.append(
+                f"| {entry['problem']} | {entry['noise']:g} | {method.name} | {row['num_seeds']} | {volumes}"
+                f" | {reached} | {row['ask_cpu_seconds']:.3f} |"
+            )
+    return lines
 
 
 def _curve(rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -345,22 +377,6 @@ def _curve(rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.
     count = np.isfinite(table).sum(axis=0)
     spread = np.nanstd(table, axis=0) * np.sqrt(count / np.maximum(count - 1, 1))
     return np.nanmean(table, axis=0), spread / np.sqrt(count), count
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """The table for people."""
-    print(f"share of the dense front's hypervolume after {', '.join(map(str, CHECKPOINTS))} trials (mean over seeds);")
-    print(f"trials to where the best unrestricted method is after {result['num_trials']}; CPU seconds an ask")
-    for entry in result["problems"]:
-        print(f"\n{entry['problem']}, noise of quality {entry['noise']:g} nats")
-        for method in METHODS:
-            if (row := entry["methods"].get(method.name)) is None:
-                continue
-            means = [row["mean_volume"].get(str(count)) for count in CHECKPOINTS]
-            volumes = "  ".join("    -" if mean is None else f"{mean:.3f}" for mean in means)
-            reached = row["trials_to_best_unrestricted"] or f"> {result['num_trials']}"
-            seeds = f"{row['num_seeds']} seeds"
-            print(f"  {method.name:18} {volumes}   {reached!s:>5} trials  {row['ask_cpu_seconds']:.3f} s  ({seeds})")
 
 
 def _shared() -> Path:
