@@ -91,6 +91,16 @@ class Corrected:
         return replace(self, process=process)
 
 
+def _measured(rows: PlanRows, quantity: str, observation: Observation, place: int) -> float:
+    """A quantity as a trial measured it; 0 where it did not. Speed is told by what it costs, too."""
+    values = observation.values or {}
+    if quantity == "speed" and quantity not in values and place >= 0:
+        for name, at_one in rows.space.running_costs(rows.world_size[place], 1.0).items():
+            if values.get(name, 0.0) > 0:
+                return float(at_one / values[name])
+    return float(values.get(quantity, 0.0))
+
+
 def _points(rows: PlanRows, quantity: str, unit: float, places: np.ndarray) -> Points:
     level = LEVEL_SD if rows.log_capacity is not None else UNKNOWN_LEVEL_SD
     scale = rows.estimates[quantity].sd[places] / unit
@@ -109,7 +119,7 @@ def corrected(rows: PlanRows, observations: Sequence[Observation], places: np.nd
     """
     found = {}
     for name in rows.estimates:
-        values = np.array([(o.values or {}).get(name, 0.0) for o in observations])
+        values = np.array([_measured(rows, name, o, place) for o, place in zip(observations, places, strict=True)])
         is_told = (values > 0) & (places >= 0)
         found[name] = Corrected.fit(rows, name, places[is_told], values[is_told])
     if rows.log_capacity is not None:

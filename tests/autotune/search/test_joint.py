@@ -124,6 +124,18 @@ def test_what_one_axis_costs_is_learnt_from_trials_of_other_plans() -> None:
     assert wrong_by[~large].mean() == pytest.approx(0.0, abs=0.1)
 
 
+def test_what_a_run_costs_tells_how_fast_it_is() -> None:
+    state = state_of("objectives=[energy, quality]")
+    chosen = next(uniform_draws(state.space, estimates().enumeration, 1))
+    rows = PlanRows.of(state.space, state.enumeration, state.forecast)  # type: ignore[arg-type]
+    places = rows.find([chosen])
+    speed = 2.0 * np.exp(rows.estimates["speed"].log[places][0])
+    energy = rows.space.running_costs(rows.world_size[places][0], speed)["energy"]
+    trial = Observation(0, "ok", chosen, {"energy": float(energy), "quality": 2.0})
+    found = corrected(rows, [trial], places)["speed"].mean()[places][0]
+    assert found > rows.estimates["speed"].log[places][0] + 0.5 * np.log(2.0)
+
+
 def test_running_out_of_memory_raises_what_a_plan_is_believed_to_need() -> None:
     state = state_of()
     assert state.forecast is not None
