@@ -309,8 +309,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [
         "Loss, 0 is the best known: with one objective the distance from there as a share of that of a median random"
         " trial, with several the share of the common front's hypervolume that is missing. **Bold**: worse than"
-        f" {RIVAL} (TPE) by more than the 95 % interval of the difference seed by seed. *Foreign prior*: fitted without the"
-        " problem's own rows; *spoiled*: fitted to losses shuffled within each task.",
+        f" {RIVAL} (TPE) by more than the 95 % interval of the difference seed by seed. *Foreign prior*: fitted without"
+        " the problem's own rows; *spoiled*: fitted to losses shuffled within each task.",
         "",
         f"| problem (seeds) | method | {' | '.join(f'after {count}' for count in counts)} | CPU s an ask |",
         f"|---|---|{'---|' * len(counts)}---|",

@@ -149,9 +149,9 @@ def losses_of(case: Case, values: Mapping[str, list[np.ndarray]]) -> list[tuple[
 def table(result: Mapping[str, Any]) -> list[str]:
     """The table for people, as Markdown."""
     lines = [
-        f"Mean loss over {result['num_seeds']} seeds ± its standard error: regret in nats per token on the grids, else the"
-        " share of the common front's hypervolume that is missing. CPU seconds of all searches of a row; the agent's"
-        " training is among them.",
+        f"Mean loss over {result['num_seeds']} seeds ± its standard error: regret in nats per token on the grids, else"
+        " the share of the common front's hypervolume that is missing. CPU seconds of all searches of a row; the"
+        " agent's training is among them.",
         "",
         f"| problem | sampler | {' | '.join(f'after {count}' for count in CHECKPOINTS)} | CPU s |",
         f"|---|---|{'---|' * len(CHECKPOINTS)}---|",

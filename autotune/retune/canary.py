@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autotune.twin.history import Floats
+from autotune.prior.robust import Floats
 from engine.outcome import OutcomeKind
 from engine.schema import Schema
 

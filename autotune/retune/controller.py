@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.prior.robust import median_and_sigma
+from autotune.prior.robust import Floats, median_and_sigma
 from autotune.retune.actions import STEP_UP, Proposal, Recover, TryLearningRate, TryMicroBatch, describe, ladder
 from autotune.retune.canary import ArmResult, Comparison, best_of, is_catching_up, judge, judge_blocks, turns
 from autotune.retune.children import LOW_PRIORITY
@@ -38,7 +38,6 @@ from autotune.retune.live import (
 )
 from autotune.retune.policy import NUM_BLOCKS, HeldCheckpoint, choose_recovery, is_due, propose, trial_steps
 from autotune.twin.health import Finding, FindingKind
-from autotune.twin.history import Floats
 from engine.config import RunConfig, load_run
 from engine.control import Change, RollBack, SetLearningRateScale, SetMicroBatch, TakeCheckpoint
 from engine.errors import USER_ERROR_EXIT_CODE, UserError

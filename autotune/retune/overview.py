@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from autotune.prior.robust import Floats
 from autotune.retune.job import RUN_FILE
 from autotune.retune.ledger import STORY_KINDS, Entry, Ledger
 from autotune.twin.health import Finding
-from autotune.twin.history import Floats
 from autotune.twin.twin import Forecast, Twin
 from engine.config import RunConfig, load_run
 from engine.errors import UserError

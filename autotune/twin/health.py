@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from autotune.prior.robust import median_and_sigma
-from autotune.twin.history import Floats, History
+from autotune.prior.robust import Floats, median_and_sigma
+from autotune.twin.history import History
 from autotune.twin.throughput import find_drop
 from engine.schema import Schema
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autotune.prior.robust import median_and_sigma
-from autotune.twin.history import Floats, History
+from autotune.prior.robust import Floats, median_and_sigma
+from autotune.twin.history import History
 
 RECENT_STEPS = 16
 BASELINE_STEPS = 256

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.prior.loss_law import LossLaw, RatePath, fit_loss_law
+from autotune.prior.robust import Floats
 from autotune.twin.health import Finding, assess
-from autotune.twin.history import Floats, History
+from autotune.twin.history import History
 from autotune.twin.interval import AdaptiveInterval
 from autotune.twin.throughput import StepTime, step_time
 from engine.config import RunConfig

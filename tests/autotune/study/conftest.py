@@ -73,8 +73,8 @@ def make_space(tmp_path: Path) -> Callable[..., tuple[TrainingSpace, Enumeration
 
 @pytest.fixture
 def open_study(tmp_path: Path, make_space: Callable[..., tuple[TrainingSpace, Enumeration]]):  # type: ignore[no-untyped-def]
-    """Opens a study of the small space below ``tmp_path``, by a sampler that takes no time unless told otherwise; closed
-    at the end."""
+    """Opens a study of the small space below ``tmp_path``, by a sampler that takes no time unless told otherwise;
+    closed at the end."""
     opened: list[Study] = []
 
     def open_(name: str = "s", *overrides: str, text: str = SPACE, **options) -> Study:  # type: ignore[no-untyped-def]
