@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 WAIT_TOLD_SECONDS = 30.0
 """Waiting so long for devices is worth a word; to start a worker takes a few seconds by itself."""
+IDLE_SECONDS = 3.0
+"""Tune keeps workers, and the devices they hold, for the next trial; after so long without one it lets go of them."""
 CLOSE_SECONDS = 60.0
 """Tune gets so long to end; a cluster that is gone may never answer it."""
 SILENT_SECONDS = 15.0
@@ -58,6 +60,7 @@ class Mailbox:
         self.is_closed = False
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._first: _Waiting | None = None
         self._running: dict[str, _Waiting] = {}
 
     @property
@@ -74,18 +77,30 @@ class Mailbox:
         self.is_closed = True
         self._tasks.put(None)
 
+    def wait_for_task(self) -> bool:
+        """Wait until there is a task; False when the mailbox was closed."""
+        while not self.is_closed and (self._first is None or self._first.ended.is_set()):
+            self._first = self._tasks.get()
+        return not self.is_closed
+
     def take(self, trial_id: str) -> RayTask | None:
         """The next task for Tune. None while there is none: at once when trials run, whose ends Tune has to notice,
-        else only when the mailbox was closed."""
+        else after ``IDLE_SECONDS``."""
         while not self.is_closed:
             try:
-                waiting = self._tasks.get(block=not self._running)
+                waiting = self._first or self._tasks.get(block=not self._running, timeout=IDLE_SECONDS)
             except queue.Empty:
                 return None
+            self._first = None
             if waiting is not None and not waiting.ended.is_set():
                 self._running[trial_id] = waiting
                 return waiting.task
         return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no trial runs or waits for devices."""
+        return not self._running
 
     def start(self, trial_id: str) -> None:
         """A worker has begun with a task."""

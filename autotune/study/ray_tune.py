@@ -3,6 +3,8 @@ answers back."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ class MailboxSearcher(Searcher):
         task = self._mailbox.take(trial_id)
         if task is not None:
             return {"task": task}
-        return Searcher.FINISHED if self._mailbox.is_closed else None
+        return Searcher.FINISHED if self._mailbox.is_closed or self._mailbox.is_idle else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Hand the answer on. There is none when the worker was lost."""
@@ -64,7 +66,8 @@ class _Closing(tune.Stopper):
 
 
 def serve(mailbox: Mailbox, cluster: RayCluster, scratch: Path) -> None:
-    """Run what comes in the mailbox until it is closed.
+    """Run what comes in the mailbox until it is closed. Without work Tune ends, so that others get the devices: two
+    drivers, each holding what the other's trial needs, would wait for ever.
 
     Args:
         mailbox: Tasks and answers.
@@ -78,7 +81,19 @@ def serve(mailbox: Mailbox, cluster: RayCluster, scratch: Path) -> None:
         strategy = "STRICT_PACK" if task.bundles.num_nodes == 1 else "STRICT_SPREAD"
         return tune.PlacementGroupFactory([bundle] * task.bundles.num_nodes, strategy=strategy)
 
-    tune.Tuner(
+    for number in itertools.count():
+        if not mailbox.wait_for_task():
+            return
+        _tuner(mailbox, placement, scratch, f"trials-{number}").fit()
+
+
+def _tuner(
+    mailbox: Mailbox,
+    placement: Callable[[dict[str, Any]], tune.PlacementGroupFactory],
+    scratch: Path,
+    name: str,
+) -> tune.Tuner:
+    return tune.Tuner(
         tune.with_resources(TrialOnWorker, placement),
         tune_config=tune.TuneConfig(
             search_alg=MailboxSearcher(mailbox),
@@ -88,7 +103,7 @@ def serve(mailbox: Mailbox, cluster: RayCluster, scratch: Path) -> None:
             trial_dirname_creator=lambda trial: trial.trial_id,
         ),
         run_config=tune.RunConfig(
-            name="trials",
+            name=name,
             storage_path=str(scratch),
             stop=_Closing(mailbox),
             callbacks=[_Starts(mailbox)],
@@ -96,4 +111,4 @@ def serve(mailbox: Mailbox, cluster: RayCluster, scratch: Path) -> None:
             failure_config=tune.FailureConfig(max_failures=0),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, checkpoint_frequency=0),
         ),
-    ).fit()
+    )
