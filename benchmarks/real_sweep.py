@@ -205,8 +205,8 @@ def table(result: dict[str, Any]) -> list[str]:
     return [
         f"{counts['ours']} trials of ours (cost model from a quick profile of {result['profile_seconds']:.0f} s, and"
         f" the prior) against {counts['theirs']} of Optuna's TPE, which starts with uniform draws from the legal"
-        f" candidates; a trial takes {seconds:.0f} s in the median. Hypervolume of speed, memory and held-out loss. *Again*:"
-        " the members of both fronts trained once more, in turns, with a seed no sweep has seen.",
+        f" candidates; a trial takes {seconds:.0f} s in the median. Hypervolume of speed, memory and held-out loss."
+        " *Again*: the members of both fronts trained once more, in turns, with a seed no sweep has seen.",
         "",
         f"| seed | ours ({counts['ours']}), again | TPE ({counts['theirs']}), again | ours, as its sweep saw it | TPE,"
         " as its sweep saw it | TPE's trials to ours, as seen | best loss of ours, again | of TPE |",

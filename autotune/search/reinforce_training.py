@@ -14,6 +14,8 @@ from autotune.search.simulation import Imagined, World
 
 NUM_WORLDS = 8
 """Imagined studies side by side."""
+MAX_ROLLOUT = 256
+"""Trials of each between two updates, at most."""
 HIDDEN = (64, 64)
 
 
@@ -57,9 +59,10 @@ def train(world: World, *, num_steps: int, seed: int) -> Policy:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the network is tiny; and the order of sums stays the same everywhere
     try:
+        rollout = min(MAX_ROLLOUT, max(8, num_steps // NUM_WORLDS))
         environments = DummyVecEnv([lambda: StudyEnvironment(world)] * NUM_WORLDS)
         model = PPO(
-            "MlpPolicy", environments, n_steps=256, batch_size=512, n_epochs=8, gamma=0.95, ent_coef=0.002,
+            "MlpPolicy", environments, n_steps=rollout, batch_size=2 * rollout, n_epochs=8, gamma=0.95, ent_coef=0.002,
             learning_rate=5e-4, seed=seed, device="cpu",
             policy_kwargs={"net_arch": list(HIDDEN), "log_std_init": -0.5},
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """The learned agent: legal proposals, the same in every process, better for having learned."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 
 from autotune.search.agent import Ground, Policy, changed, look, merits_of, view_size
 from autotune.search.reinforce import ReinforceSampler
-from autotune.search.sampler import Observation, SearchState
+from autotune.search.sampler import Observation, Sampler, SearchState
 from autotune.search.simulation import World
 from autotune.search.uniform import is_enumerated, plan_values
 from autotune.space.grammar import load_space
 from autotune.space.objectives import Objective
 from autotune.space.space import Dimension, Space
+from autotune.testing.samplers import CHECKS
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +28,7 @@ SPACE = Space(
     ),
     {},
 )
-STEPS = 512
+STEPS = 64
 
 
 def state_of(space: Space, observations: tuple[Observation, ...] = (), seed: int = 0, **facts: object) -> SearchState:
@@ -36,6 +38,17 @@ def state_of(space: Space, observations: tuple[Observation, ...] = (), seed: int
 def ok(number: int, **parameters: object) -> Observation:
     x = float(parameters["x"])  # type: ignore[arg-type]
     return Observation(number, "ok", parameters, {"a": x, "b": 1 - x})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> ReinforceSampler:
+    """One that learned next to nothing."""
+    return ReinforceSampler(cache=tmp_path_factory.mktemp("agents"), num_steps=STEPS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_contract(agent: ReinforceSampler, check: Callable[[Sampler], None]) -> None:
+    check(agent)
 
 
 def test_a_trained_agent_is_read_back_from_the_cache(tmp_path: Path) -> None:
