@@ -16,27 +16,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
 from autotune.apply.select import front_trials, knee_trial
+from autotune.paths import check_name
+from autotune.prior.predict import TaskPrior
+from autotune.prior.rows import default_rows_file, read_rows
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.warm_start import task_prior_of
 from autotune.space.command import CommandSpace
 from autotune.space.command_grammar import command_space
 from autotune.space.objectives import Objective
-from autotune.space.space import Scalar
+from autotune.space.space import Scalar, TrialLimits
 from autotune.study.assignment import Assignment
+from autotune.study.child import Stop
 from autotune.study.driver import Driver
 from autotune.study.function_executor import FunctionExecutor, Measured, TrialFailed, call, outcome_of_failure
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
 from autotune.study.snapshot import StudySnapshot, TrialRow
-from autotune.study.study import Nothing
+from autotune.study.store import file_lock
+from autotune.study.study import OPEN_LOCK, Nothing
 from autotune.study.study import Study as StoredStudy
 from autotune.study.study_file import StudyFile, read_study_file, this_environment, write_study_file
+from engine.atomic import make_folder
 from engine.errors import UserError
 from engine.outcome import Outcome
 from engine.units import parse_duration
+
+if TYPE_CHECKING:
+    from autotune.study.executor import Executor
 
 WAIT_SECONDS = 0.2
 TRIAL_ARGUMENT = "trial"
@@ -58,11 +67,16 @@ class Trial:
     params: Mapping[str, Scalar]
     """Name -> value: the chosen ones, the fixed ones, and defaults where a value is not searched."""
     seed: int
-    """For all that is random in it; a function of the study's seed and the number."""
-    folder: Path | None
-    """For files of the trial, kept with the study; made when it is first used for something; None in memory."""
+    """For all that is random in it; a function of the study's seed and the trial's place in it."""
     assignment: Assignment
     """What the study knows it by."""
+    is_kept: bool
+    """The study has a folder."""
+
+    @property
+    def folder(self) -> Path | None:
+        """For files of the trial, kept with the study and made when it is asked for; None without a study's folder."""
+        return make_folder(self.assignment.folder) if self.is_kept else None
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,7 @@ class Study:
         sampler: What proposes candidates; None for the study's own, or the default in a new one.
         task: What is trained, for the meta-learned prior (see ``docs/command_sweeps.md``).
         guesses: Values to try first.
+        prior: Whether to begin with what earlier training runs say of hyperparameters, where there is a ``task``.
 
     Raises:
         UserError: A mistake in any of these, or another space than the study was begun with.
@@ -134,6 +149,7 @@ class Study:
         sampler: str | None = None,
         task: Mapping[str, Any] | None = None,
         guesses: Sequence[Mapping[str, Scalar]] = (),
+        prior: bool = True,
     ) -> None:
         if folder is not None and name is not None:
             raise UserError("a study has the name of its folder", hint="leave 'name' out, or the folder")
@@ -141,14 +157,15 @@ class Study:
             raise UserError("a study in a database needs a name", hint='add name="mine", or a folder')
         if trials is not None and trials < 1:
             raise UserError(f"a study has at least 1 trial, got {trials}", hint="trials=None sets no limit")
-        self._is_stored = folder is not None or storage is not None
+        self._is_stored, self._is_kept = folder is not None or storage is not None, folder is not None
         self._scratch = None if folder is not None else tempfile.TemporaryDirectory(prefix="autotune-")
-        place = Path(folder) if folder is not None else Path(self._scratch.name) / (name or "study")  # type: ignore[union-attr]
+        scratch = Path() if self._scratch is None else Path(self._scratch.name)
+        place = scratch / check_name(name or "study", "study") if folder is None else Path(folder)
         self.space: CommandSpace = command_space(
             space, objectives, constraints=constraints, task=task, name=place.absolute().name
         )
         chosen = [guess_of(guess, self.space) for guess in guesses]
-        prior = task_prior_of(self.space)
+        task_prior = task_prior_of(self.space, read_rows(default_rows_file())) if prior and task else None
         if self._is_stored:
             self._study = StoredStudy.create_or_open(
                 place,
@@ -157,11 +174,12 @@ class Study:
                 storage_url=storage,
                 num_trials=trials,
                 seed=seed,
-                task_prior=prior,
+                task_prior=task_prior,
                 guesses=chosen,
             )
         else:
-            self._study = _in_memory(place, self.space, sampler or DEFAULT_SAMPLER, trials, seed or 0, prior, chosen)
+            name = sampler or DEFAULT_SAMPLER
+            self._study = _in_memory(place, self.space, name, trials, seed or 0, task_prior, chosen)
         self._asked: dict[int, Assignment] = {}
         self._end = weakref.finalize(self, _let_go, self._study, self._asked, self._scratch)
 
@@ -220,8 +238,8 @@ class Study:
 
     def release(self, trial: Trial) -> None:
         """Give a trial back untold: it is asked for again."""
-        self._asked.pop(trial.number, None)
         self._study.release(trial.assignment)
+        self._asked.pop(trial.number, None)
 
     # Functions -------------------------------------------------------------------------------------------------------
 
@@ -257,7 +275,9 @@ class Study:
             raise UserError("the study has no budget", hint='give trials=50 or time="10m"')
         if trial_seconds is not None and not processes:
             raise UserError("a call in this process can't be ended", hint="add processes=True for trial_seconds")
-        call_it = _Caller(function, self.space, self._is_stored)
+        if workers < 1:
+            raise UserError(f"a sweep has at least 1 worker, got {workers}", hint="workers is how many calls at a time")
+        call_it = _Caller(function, self.space, self._is_kept)
         try:
             if trials is not None:
                 self._extend(trials)
@@ -266,7 +286,7 @@ class Study:
             else:
                 self._drive(call_it, seconds, workers, processes, trial_seconds)
         finally:
-            self._study.num_trials = own_limit
+            self._study.set_budget(own_limit)
         return self
 
     def _drive(
@@ -275,7 +295,7 @@ class Study:
         if processes:
             from autotune.study.process_executor import ProcessExecutor
 
-            executor: Any = ProcessExecutor(function, self.space.objectives, workers)
+            executor: Executor = ProcessExecutor(function, self.space.objectives, workers)
         else:
             executor = FunctionExecutor(function, self.space.objectives)
         limits = self.space.limits.changed(seconds=trial_seconds or float(2**31))
@@ -356,20 +376,23 @@ class Study:
     def _extend(self, trials: int) -> None:
         if trials < 1:
             raise UserError(f"a study has at least 1 trial, got {trials}", hint="give the total, earlier ones included")
-        self._study.num_trials = trials
-        self._study.file = self._study.file.changed(trials=max(trials, self._study.file.trials or 0))
-        if self._is_stored:
-            write_study_file(self._study.folder, self._study.file)
+        self._study.set_budget(trials)
+        folder = self._study.folder
+        with file_lock(folder / OPEN_LOCK):  # others may have changed it since
+            file = read_study_file(folder) if self._is_stored else self._study.file
+            self._study.file = file.changed(trials=max(trials, file.trials or 0))
+            if self._is_stored:
+                write_study_file(folder, self._study.file)
 
     def _taken(self, assignment: Assignment) -> Trial:
         self._asked[assignment.number] = assignment
-        return _trial_of(assignment, self.space, self._is_stored)
+        return _trial_of(assignment, self.space, self._is_kept)
 
     def _tell(self, assignment: Assignment, outcome: Outcome) -> None:
         if assignment.number not in self._asked:
             raise UserError(f"trial {assignment.number} was told already, or given back", hint="tell each trial once")
-        del self._asked[assignment.number]
         self._study.tell(assignment, outcome)
+        del self._asked[assignment.number]  # not when the storage fails: it may be told again then
 
 
 class Tuned(Generic[P, R]):
@@ -439,10 +462,10 @@ class _Caller:
 
     function: Callable[..., Measured]
     space: CommandSpace
-    is_stored: bool
+    is_kept: bool
 
     def __call__(self, assignment: Assignment) -> Measured:
-        trial = _trial_of(assignment, self.space, self.is_stored)
+        trial = _trial_of(assignment, self.space, self.is_kept)
         values = dict(trial.params)
         if TRIAL_ARGUMENT in inspect.signature(self.function).parameters:
             values[TRIAL_ARGUMENT] = trial  # type: ignore[assignment]
@@ -453,13 +476,20 @@ class _Caller:
 class _Limited:
     """An executor under limits of its own."""
 
-    executor: Any
-    limits: Any
+    executor: Executor
+    limits: TrialLimits
 
-    def run(self, assignment: Assignment, limits: Any, **arguments: Any) -> Outcome | None:
+    def run(
+        self,
+        assignment: Assignment,
+        limits: TrialLimits,
+        *,
+        stop: Callable[[], Stop],
+        on_start: Callable[[], None],
+        on_waiting: Callable[[], None],
+    ) -> Outcome | None:
         """See ``Executor``."""
-        outcome: Outcome | None = self.executor.run(assignment, self.limits, **arguments)
-        return outcome
+        return self.executor.run(assignment, self.limits, stop=stop, on_start=on_start, on_waiting=on_waiting)
 
     def close(self) -> None:
         """See ``Executor``."""
@@ -491,7 +521,7 @@ def _in_memory(
     sampler: str,
     trials: int | None,
     seed: int,
-    prior: Any,
+    task_prior: TaskPrior | None,
     guesses: Sequence[Mapping[str, Scalar]],
 ) -> StoredStudy:
     from optuna.storages import InMemoryStorage
@@ -507,7 +537,8 @@ def _in_memory(
         environment=this_environment(),
         space=dict(space.data),
     )
-    return StoredStudy(folder, file, space, None, InMemoryStorage(), trials, make_sampler(sampler), task_prior=prior)
+    proposer = make_sampler(sampler)
+    return StoredStudy(folder, file, space, None, InMemoryStorage(), trials, proposer, task_prior=task_prior)
 
 
 def _let_go(study: StoredStudy, asked: dict[int, Assignment], scratch: tempfile.TemporaryDirectory[str] | None) -> None:
@@ -519,10 +550,9 @@ def _let_go(study: StoredStudy, asked: dict[int, Assignment], scratch: tempfile.
         scratch.cleanup()
 
 
-def _trial_of(assignment: Assignment, space: CommandSpace, is_stored: bool) -> Trial:
+def _trial_of(assignment: Assignment, space: CommandSpace, is_kept: bool) -> Trial:
     values = {**space.fixed, **assignment.parameters}
-    folder = assignment.folder if is_stored else None
-    return Trial(assignment.number, values, assignment.seed, folder, assignment)
+    return Trial(assignment.number, values, assignment.seed, assignment, is_kept)
 
 
 def _result(row: TrialRow) -> TrialResult:

@@ -57,7 +57,7 @@ def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
     """List all studies."""
     from autotune.study.study_file import STUDY_FILE
 
-    folders = sorted(path.parent for path in (runs_dir / "studies").glob(f"*/{STUDY_FILE}"))
+    folders = sorted(path.parent for path in (runs_dir / "studies").glob(f"[!.]*/{STUDY_FILE}"))
     summaries = [_summary(folder) for folder in folders]
     if as_json:
         print(json.dumps([vars(summary) for summary in summaries], indent=2))
@@ -104,7 +104,7 @@ def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
     labels = [objective.label.lower() for objective in snapshot.objectives]
     trials = Table("trial", "state", "plan", *labels, box=None, header_style="dim")
     for row in snapshot.trials:
-        trials.add_row(str(row.number), _state(row), row.plan, *map(escape, _values(row, snapshot)))
+        trials.add_row(str(row.number), _state(row), escape(row.plan), *map(escape, _values(row, snapshot)))
     console.print(trials)
     console.print(front_table(snapshot))
 

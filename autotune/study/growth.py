@@ -121,6 +121,16 @@ def links_of(number: int, record: Record, trials: Sequence[FrozenTrial]) -> list
     return numbers
 
 
+def is_first(record: Record, lower: Sequence[FrozenTrial]) -> bool:
+    """Whether a growth is to be run: of several drivers that chose it at once the lowest number does.
+
+    Args:
+        record: The growth's.
+        lower: All numbers below its own.
+    """
+    return all(record_of(trial) != record for trial in lower)
+
+
 def num_spent(trials: Sequence[FrozenTrial], first_cost: float) -> float:
     """What the numbers of a study use of its budget, in full trainings: trials, growths, and numbers that are being
     chosen and may become trials. Since whoever chooses counts all lower numbers, it is never more than the budget.

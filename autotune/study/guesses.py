@@ -109,7 +109,7 @@ def _check_names(given: Iterable[str], known: set[str], where: str) -> None:
         if name in known:
             continue
         tails = [other for other in sorted(known) if other.rpartition(".")[2] == name]
-        close = tails or difflib.get_close_matches(name, sorted(known), n=1)
+        close = tails or difflib.get_close_matches(str(name), sorted(known), n=1)
         hint = f"did you mean {close[0]}?" if close else f"names are {', '.join(sorted(known))}"
         raise UserError(f"a guess can't set {name!r}: the space has no such name", hint=hint, where=where)
 

@@ -89,13 +89,15 @@ def merge_studies(sources: Sequence[Path], folder: Path) -> Merged:
 
 
 def check_new(folder: Path) -> None:
-    """Make sure that a study does not exist yet.
+    """Make sure that nothing is where a new study is to be.
 
     Raises:
-        UserError: It does.
+        UserError: Something is.
     """
     if (folder / STUDY_FILE).exists():
         raise UserError(f"there is a study {folder.name!r} already", hint="choose another name for the new one")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} exists and holds something else", hint="choose another name for the new study")
 
 
 def start_draft(folder: Path) -> Path:
@@ -157,6 +159,7 @@ class _Merger:
         self._study_id = study_id
         self._folder = folder
         self._first: dict[str, int] = {}
+        self._repeats: set[int] = set()
         self._outcomes: dict[tuple[str, str], int] = {}
         self._num_trials = self._num_repeats = self._num_same = self._num_unfinished = 0
 
@@ -188,7 +191,8 @@ class _Merger:
     def _copied(self, trial: FrozenTrial, record: Record, source: _Source, numbers: dict[int, int]) -> int:
         origin = record.origin or f"{source.file.name}/{trial.number}"
         changed = replace(record, of=None if record.of is None else numbers[record.of], origin=origin)
-        if record.role == "trial" and record.key in self._first:
+        is_known = record.role == "trial" and record.key in self._first
+        if is_known or changed.of in self._repeats:  # what continues or repeats a repeat is one, too
             changed = replace(changed, role="repeat", of=self._first[record.key])
         template = copy.copy(trial)
         template.user_attrs = {**trial.user_attrs, RECORD_KEY: changed.encode()}
@@ -197,6 +201,7 @@ class _Merger:
             self._first[record.key] = number
             self._num_trials += 1
         elif changed.role == "repeat":
+            self._repeats.add(number)
             self._num_repeats += 1
         copy_files(trial_folder(source.folder, trial.number), trial_folder(self._folder, number))
         return number

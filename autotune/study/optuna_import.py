@@ -63,8 +63,9 @@ def import_optuna(url: str, name: str | None, folder: Path) -> Imported:
     study_id, name = _find(storage, url, name)
     directions = storage.get_study_directions(study_id)
     trials = storage.get_all_trials(study_id)
-    objectives = _objectives(directions, storage, study_id, name)
-    forms, renamed, notes = _forms(trials)
+    notes: list[str] = []
+    objectives = _objectives(directions, storage, study_id, name, notes)
+    forms, renamed = _forms(trials, notes)
     space = command_space(forms, objectives, name=folder.name)
     file = StudyFile(
         name=folder.name,
@@ -96,7 +97,13 @@ def _open(url: str) -> BaseStorage:
     if "://" not in url:
         if not path.is_file():
             raise UserError(f"there is no Optuna journal {url}", hint="give its path, or a database address")
-        return JournalStorage(JournalFileBackend(url))
+        try:
+            return JournalStorage(JournalFileBackend(url))
+        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:  # what Optuna makes of other files
+            raise UserError(
+                f"{url} can't be read as an Optuna journal: {type(error).__name__}: {error}",
+                hint="give the file of an Optuna journal, or a database address",
+            ) from None
     if url.startswith("sqlite:///") and not path.is_file():  # opening would make an empty one
         raise UserError(f"there is no database {path}", hint="correct the path: sqlite:////absolute/path/studies.db")
     return open_database(url)
@@ -114,7 +121,7 @@ def _find(storage: BaseStorage, url: str, name: str | None) -> tuple[int, str]:
 
 
 def _objectives(
-    directions: Sequence[StudyDirection], storage: BaseStorage, study_id: int, name: str
+    directions: Sequence[StudyDirection], storage: BaseStorage, study_id: int, name: str, notes: list[str]
 ) -> dict[str, dict[str, str]]:
     names = storage.get_study_system_attrs(study_id).get("study:metric_names")
     if not names:
@@ -127,15 +134,19 @@ def _objectives(
                 f"study {name!r} does not say whether {metric} is to be minimised or maximised",
                 hint="create it in Optuna with a direction; which way is better can't be guessed",
             )
-        found[_clean(str(metric))] = {"direction": words[direction]}
+        clean = re.sub(r"[^A-Za-z0-9_.-]", "_", _clean(str(metric)))
+        notes += [f"{metric} is called {clean}"] if clean != metric else []
+        found[clean] = {"direction": words[direction]}
+    if len(found) < len(directions):
+        raise UserError(f"metrics can't be told apart: {', '.join(map(str, names))}", hint="rename them in Optuna")
     return found
 
 
-def _forms(trials: Sequence[FrozenTrial]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Parameters as forms of the grammar.
+def _forms(trials: Sequence[FrozenTrial], notes: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parameters as forms of the grammar; what is not quite as it was is added to ``notes``.
 
     Returns:
-        Name -> form or fixed value; name in Optuna -> name; what is not quite as it was.
+        Name -> form or fixed value; name in Optuna -> name.
     """
     found: dict[str, list[BaseDistribution]] = {}
     for trial in trials:
@@ -146,7 +157,7 @@ def _forms(trials: Sequence[FrozenTrial]) -> tuple[dict[str, Any], dict[str, str
     renamed = {name: _clean(name) for name in found}
     if len(set(renamed.values())) < len(renamed):
         raise UserError(f"parameters can't be told apart: {', '.join(found)}", hint="rename them in Optuna")
-    notes = [f"{old} is called {new}" for old, new in renamed.items() if old != new]
+    notes += [f"{old} is called {new}" for old, new in renamed.items() if old != new]
     forms = {}
     for name, distributions in found.items():
         forms[renamed[name]] = _form(name, distributions, notes)
@@ -154,7 +165,7 @@ def _forms(trials: Sequence[FrozenTrial]) -> tuple[dict[str, Any], dict[str, str
             notes.append(f"{name} was not in every trial; Optuna does not say when, so it is searched always")
     if all(not isinstance(form, dict) for form in forms.values()):
         raise UserError("every parameter of the study has one value alone", hint="there is nothing to search")
-    return forms, renamed, notes
+    return forms, renamed
 
 
 def _form(name: str, distributions: Sequence[BaseDistribution], notes: list[str]) -> Any:

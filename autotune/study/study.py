@@ -40,6 +40,7 @@ from autotune.study.growth import (
     curve_of,
     drop_checkpoint,
     goes_on,
+    is_first,
     links_of,
     num_spent,
     run_at,
@@ -58,14 +59,7 @@ from autotune.study.record import (
 )
 from autotune.study.runner import evidence
 from autotune.study.snapshot import StudySnapshot
-from autotune.study.store import (
-    absolute_url,
-    file_lock,
-    is_locked,
-    open_database,
-    open_journal,
-    read_journal,
-)
+from autotune.study.store import absolute_url, file_lock, is_locked, open_database, open_journal, read_journal
 from autotune.study.study_file import (
     STUDY_FILE,
     StudyFile,
@@ -88,8 +82,6 @@ DRIVERS_LOCK = "drivers.flock"
 """Shared by all living drivers of a study."""
 STOP_FILE = "stop"
 """Drivers that started before it was written end."""
-
-
 MAX_ATTEMPTS = 10
 """A trial that was interrupted so often (it may be what kills its driver) is given up as a fault of the machine."""
 
@@ -301,6 +293,12 @@ class Study:
         """Whether another driver took a trial of ours over, because it could not see us for too long."""
         return self._held.is_lost(number)
 
+    def set_budget(self, num_trials: int | None) -> None:
+        """Trials in total from now on, earlier ones included; None for no limit."""
+        with self._lock:
+            self.num_trials = num_trials
+            self._proposer = replace(self._proposer, num_trials=num_trials)
+
     def plan_repeats(self, number: int, count: int) -> None:
         """Have ``ask`` hand out repeats of a trial with other seeds, until the study has ``count`` of them, and nothing
         new (a budget of time alone would never end)."""
@@ -398,11 +396,11 @@ class Study:
             record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost)
             parameters = trials[growth.of].params
             number = self._table.create(self._held.new_lease(1), record=record, parameters=parameters)
-            trials = self._table.all()
-            is_first = all(record_of(other) != record for other in trials[:number])
-            if is_first and self._left(trials[:number]) >= cost - TOLERANCE:
+            lower = self._table.all()[:number]
+            if is_first(record, lower) and self._left(lower) >= cost - TOLERANCE:
                 return self._fresh(number, self.space.candidate(parameters), parameters, record)
             self._reject(number, Record("surplus"))  # another driver was first
+            trials = self._table.all()
 
     def _propose(self) -> tuple[int, dict[str, Scalar]] | None:
         """A fresh number with chosen values; None when the space is used up."""
@@ -495,6 +493,8 @@ class Study:
                 self._table.dismiss(trial.number)
             elif record.role not in ("trial", "growth", "repeat"):
                 self._close_rejected(trial.number, record)
+            elif record.role == "growth" and not is_first(record, self._table.all()[: trial.number]):
+                self._reject(trial.number, Record("surplus"))  # its driver died before it could
             elif self._held.claim(trial.number, lease.attempt + 1):
                 assignment = self._again(trial, lease.attempt + 1)
                 if assignment is not None:

@@ -145,6 +145,47 @@ def test_a_study_goes_on_as_it_would_have(tmp_path: Path) -> None:
     assert len({str(params) for params in parts}) == 8
 
 
+def test_a_trial_has_a_folder_once_it_asks_for_it(tmp_path: Path) -> None:
+    def function(x: float, kind: str, trial: autotune.Trial) -> float:
+        if trial.number == 1:
+            assert trial.folder is not None
+            (trial.folder / "note.txt").write_text("mine")
+        return x
+
+    with study(folder=tmp_path / "s") as found:
+        found.run(function, trials=3)
+        assert [path.name for path in (tmp_path / "s" / "trials").iterdir()] == ["1"]
+    trial = study().ask()
+    assert trial is not None
+    assert trial.folder is None
+
+
+def test_own_runs_of_the_user_are_what_the_prior_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(autotune.api, "read_rows", lambda path: ["a row"])
+    monkeypatch.setattr(autotune.api, "task_prior_of", lambda space, rows: seen.append(rows))
+    task = {"num_parameters": 10**8, "total_tokens": 10**9, "roles": {"quality": "loss"}}
+    study(task=task)
+    study(task=task, prior=False)
+    study()
+    assert seen == [["a row"]]
+
+
+def test_the_sampler_knows_the_budget_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+    found = study()
+
+    def propose(self: Any, state: Any) -> Any:
+        budgets.append(state.num_trials)
+        return {"x": len(budgets) / 10, "kind": "a"}
+
+    monkeypatch.setattr(type(found._study._proposer.sampler), "propose", propose)
+    found.run(quadratic, trials=2)
+    assert budgets == [2, 2]
+    found.ask()
+    assert budgets[-1] is None
+
+
 def test_another_space_is_refused(tmp_path: Path) -> None:
     study(folder=tmp_path / "s").close()
     with pytest.raises(UserError, match="another space"):
@@ -187,6 +228,8 @@ def test_a_used_up_space_ends_the_sweep() -> None:
         (lambda: study().run(quadratic), "no budget"),
         (lambda: study().run(quadratic, trials=2, trial_seconds=1.0), "processes=True"),
         (lambda: study(trials=0), "at least 1 trial"),
+        (lambda: study().run(quadratic, trials=2, workers=0), "at least 1 worker"),
+        (lambda: study(storage="sqlite://", name="../elsewhere"), "is not allowed"),
         (lambda: autotune.TrialFailed("x", "unlucky"), "kinds are oom"),  # type: ignore[arg-type]
     ],
 )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from autotune.apply.select import front_trials, pick
 from autotune.study.assignment import Assignment
 from autotune.study.growth import CHECKPOINTS_FOLDER
+from autotune.study.merge import merge_studies
 from autotune.study.record import record_of
 from autotune.study.runner import run_trial
-from autotune.study.study import Nothing, Study
+from autotune.study.study import Nothing, Study, load_snapshot
 from engine.config import RunConfig
 from engine.errors import UserError
 from engine.outcome import Outcome, write_outcome
@@ -179,6 +181,36 @@ def test_killed_drivers_neither_lose_nor_double_a_part(open_study: OpenStudy) ->
     continued = [row.continues for row in rows if row.continues is not None]
     assert len(continued) == len(set(continued))
     assert any(row.attempts > 1 for row in rows)
+
+
+@pytest.mark.unit
+def test_a_growth_that_two_drivers_chose_is_run_once_though_one_died_at_once(open_study: OpenStudy) -> None:
+    study = open_study("s", RUNGS, num_trials=3, sampler="random")
+    while (assignment := asked(study)).continues is None:
+        trained(study, assignment)
+    record = record_of(study._table.all()[assignment.number])
+    lease = replace(study._held.new_lease(1), released=True)
+    double = study._table.create(lease, record=record, parameters=assignment.parameters)
+    trained(study, assignment)
+    assert double not in [later.number for later in worked(study)]
+    left = record_of(study._table.all()[double])
+    assert left is not None
+    assert left.role == "surplus"
+
+
+@pytest.mark.unit
+def test_parts_of_a_candidate_that_both_studies_tried_are_repeats(open_study: OpenStudy, tmp_path: Path) -> None:
+    fixed = ("space.plan={micro_batch_size: [1, 2]}", "space.hyperparameters={global_batch_size: 8}")
+    studies = [open_study(name, RUNGS, *fixed, num_trials=2, sampler="random") for name in "ab"]
+    for index, study in enumerate(studies):
+        while isinstance(assignment := study.ask(), Assignment):
+            assignment.folder.mkdir(parents=True, exist_ok=True)
+            trained(study, assignment, loss=2.0 + index)
+        study.close()
+    merge_studies([study.folder for study in studies], tmp_path / "studies" / "c")
+    rows = load_snapshot(tmp_path / "studies" / "c").trials
+    assert [row.repeat_of is not None for row in rows] == [row.origin.startswith("b/") for row in rows]
+    assert {row.origin[0] for row in front_trials(load_snapshot(tmp_path / "studies" / "c"))} == {"a"}
 
 
 @pytest.mark.unit

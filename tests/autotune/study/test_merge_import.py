@@ -91,13 +91,17 @@ def test_unequal_spaces_are_not_merged(tmp_path: Path) -> None:
         merge_studies([tmp_path / "a", tmp_path / "a"], tmp_path / "c")
     with pytest.raises(UserError, match="already"):
         merge_studies([tmp_path / "a", tmp_path / "b"], tmp_path / "a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "note.txt").write_text("mine")
+    with pytest.raises(UserError, match="something else"):
+        merge_studies([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
 def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/optuna.db"
     source = optuna.create_study(study_name="old", storage=url, direction="maximize")
-    source.set_metric_names(["accuracy"])
+    source.set_metric_names(["val/accuracy"])
 
     def objective(trial: optuna.Trial) -> float:
         rate = trial.suggest_float("learning rate", 1e-4, 1e-1, log=True)
@@ -118,8 +122,8 @@ def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path)
     snapshot = load_snapshot(tmp_path / "ours")
     rows = snapshot.trials
     assert (imported.num_trials, imported.num_failed, imported.num_left_out) == (6, 3, 1)
-    assert imported.notes == ("learning rate is called learning_rate",)
-    assert [(o.name, o.direction) for o in snapshot.objectives] == [("accuracy", "maximize")]
+    assert imported.notes == ("val/accuracy is called val_accuracy", "learning rate is called learning_rate")
+    assert [(o.name, o.direction) for o in snapshot.objectives] == [("val_accuracy", "maximize")]
     assert [row.outcome.kind for row in rows if row.outcome] == ["ok", "ok", "user", "interrupted", "nan", "ok"]
     assert rows[3].outcome is not None
     assert rows[3].outcome.detail == "pruned at step 7, with 0.25"
@@ -127,7 +131,7 @@ def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path)
         assert row.origin == f"old/{trial.number}"
         assert row.parameters["learning_rate"] == trial.params["learning rate"]
         assert row.parameters["dropout"] == pytest.approx(trial.params["dropout"])
-    assert rows[0].values == {"accuracy": source.trials[0].value}
+    assert rows[0].values == {"val_accuracy": source.trials[0].value}
     with autotune.Study.open(tmp_path / "ours", sampler="random") as study:
         assert len(study.run(lambda **values: 0.5, trials=8).trials) == 8
 
@@ -164,4 +168,8 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
         journal.create_new_trial(mixed._study_id, trial)
     with pytest.raises(UserError, match="categorical and int"):
         import_optuna(path, "mixed", tmp_path / "ours")
+    for text in ('{"a": 1}\n', "[1]\n", '{"op_code": 99, "worker_id": "x"}\n'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(UserError, match="can't be read as an Optuna journal"):
+            import_optuna(str(tmp_path / "other.json"), None, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
