@@ -25,6 +25,7 @@ from autotune.apply.select import (
 from autotune.paths import DEFAULT_RUNS
 from autotune.search import pareto
 from autotune.space.objectives import Objective
+from autotune.study.frame import PARAM, VALUE
 from autotune.study.repeats import repeated_values
 from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, OutcomeKind
@@ -157,6 +158,7 @@ class Column(NamedTuple):
     """A column of the candidates' table."""
 
     key: str
+    """Its own, whatever objectives and searched values are called."""
     label: str
     numeric: bool
     decimals: int | None = None
@@ -315,12 +317,12 @@ def get_table(snapshot: StudySnapshot) -> TableInfo:
     has_plans = not is_program_study(snapshot)
     columns = [Column("trial", "Trial", True), Column("status", "Status", False)]
     columns += [Column("plan", "Plan", False)] if has_plans else []
-    columns += [Column(axis.name, axis.title, True, axis.decimals) for axis in axes]
+    columns += [Column(f"{VALUE}{axis.name}", axis.title, True, axis.decimals) for axis in axes]
     forecast = [axis for axis in axes if any(axis.name in trial.forecast for trial in snapshot.trials)]
-    columns += [Column(f"estimated_{a.name}", f"Estimated {a.title.lower()}", True, a.decimals) for a in forecast]
+    columns += [Column(f"estimated.{a.name}", f"Estimated {a.title.lower()}", True, a.decimals) for a in forecast]
     for name in names:
         numeric = all(v is None or _is_number(v) for v in (trial.parameters.get(name) for trial in snapshot.trials))
-        columns.append(Column(name, short_name(name), numeric))
+        columns.append(Column(f"{PARAM}{name}", short_name(name), numeric))
     columns += [Column("seconds", "Wall time (s)", True), Column("detail", "Detail", False)]
     statuses = get_statuses(snapshot)
     rows = []

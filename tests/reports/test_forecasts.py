@@ -33,7 +33,7 @@ def test_the_page_and_the_table_show_them() -> None:
     snapshot = make_snapshot(40, estimated=True)
     assert "estimated and measured" in render_report(snapshot)
     table = info.get_table(snapshot)
-    column = [column.key for column in table.columns].index("estimated_memory")
+    column = [column.key for column in table.columns].index("estimated.memory")
     assert np.isfinite([row[column] for row in table.rows]).all()
 
 

@@ -107,6 +107,15 @@ def test_table_has_a_row_for_every_trial_and_a_cell_for_every_column():
             assert all(cell is None or (isinstance(cell, int | float) and np.isfinite(cell)) for cell in cells)
 
 
+def test_columns_are_told_apart_whatever_a_users_values_are_called():
+    parameters = dict.fromkeys(("trial", "status", "plan", "seconds", "detail", "speed", "value.speed"), 1)
+    keys = [
+        column.key
+        for column in info.get_table(replace(make_snapshot(0), trials=(make_trial(0, parameters=parameters),))).columns
+    ]
+    assert len(set(keys)) == len(keys)
+
+
 def test_parallel_coordinates_thin_out_but_keep_the_front():
     snapshot = make_snapshot(400)
     parallel = info.get_parallel(snapshot, max_lines=100)
@@ -158,7 +167,7 @@ def test_five_objectives_have_columns_pairs_and_extremes_like_three():
     names = (*ALL, "cost", "energy")
     snapshot = make_snapshot(60, names=names, failure_ratio=0)
     keys = [column.key for column in info.get_table(snapshot).columns]
-    assert set(names) <= set(keys)
+    assert {f"value.{name}" for name in names} <= set(keys)
     assert len(info.get_pairs(info.get_cloud(snapshot))) == 10
     titles = {choice.title for choice in info.get_summary(snapshot).choices}
     assert {"The cheapest", "The thriftiest"} <= titles
