@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.space.command_grammar import is_command_space, space_of_data
+from autotune.space.program import TRIAL_FOLDER
 from autotune.study.command_runner import TRIAL_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
+from engine.errors import UserError
 from engine.yaml_file import dump_yaml
 
 PLACE = Path("results")
@@ -29,14 +31,19 @@ def best_values(snapshot: StudySnapshot, trial: TrialRow, *, how: str, seed: int
         trial: A trial with a result.
         how: How it was picked.
         seed: Of the command; None for the trial's.
+
+    Raises:
+        UserError: A seed, where there is no command.
     """
     space = space_of_data(snapshot.space, snapshot.name)
     values = {**space.fixed, **trial.parameters}
     data: dict[str, Any] = {"study": snapshot.name, "trial": trial.number, "picked": how}
     data |= {"values": values, "measured": dict(trial.values or {})}
     program = space.program(trial.parameters, _seed_of(trial) if seed is None else seed)
+    if program is None and seed is not None:
+        raise UserError("the trials of this study are calls of a function: there is no --seed", hint="leave it out")
     if program is not None:
-        arguments = program.template.filled({**program.texts, "trial_folder": str(PLACE)})
+        arguments = program.template.filled({**program.texts, TRIAL_FOLDER: str(PLACE)})
         data |= {"command": shlex.join(arguments)}
     return data
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.commands.command_sweep import MAX_DRAWS, NUM_SHOWN_CANDIDATES, check_program, print_dry_run
 from autotune.paths import DEFAULT_RUNS, study_folder
 from engine.errors import UserError
 from engine.units import parse_duration
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from engine.config import RunConfig
 
 STOPPED_EXIT_CODE = 128 + signal.SIGINT
-NUM_SHOWN_CANDIDATES = 5
-MAX_DRAWS = 1000
-"""Uniform draws among which a legal candidate must be."""
 PLAIN_WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
 
@@ -106,7 +104,6 @@ def command(
     """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
     from rich.console import Console
 
-    from autotune.commands.command_sweep import check_program, print_dry_run
     from autotune.prior.rows import default_rows_file, read_rows
     from autotune.search.forecast import Forecast
     from autotune.search.warm_start import task_prior_of

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 
 from autotune.prior.predict import Prior, TaskPrior
 from autotune.prior.rows import MetaRow
-from autotune.prior.task import Task
+from autotune.prior.task import HYPERPARAMETERS, Task
 from autotune.space.command import CommandSpace
 from autotune.space.space import Space
 from autotune.space.training import TrainingSpace
+from engine.errors import UserError
 from engine.schema import parse
+
+ROLES = (*HYPERPARAMETERS, "global_batch_size", "quality")
+"""What a value or an objective of a user's program may stand for."""
 
 
 def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior | None:
@@ -19,6 +24,9 @@ def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior
     Args:
         space: Of training runs, or of a user's program that trains what its ``task`` says; quality is an objective.
         extra_rows: The user's own runs, which the prior is conditioned on.
+
+    Raises:
+        UserError: A task or a role of a program is not known.
     """
     quality = space.roles.get("quality", "quality")
     if all(objective.name != quality for objective in space.objectives):
@@ -26,5 +34,14 @@ def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior
     if isinstance(space, TrainingSpace):
         return Prior.load(extra_rows).at(Task.of_run(space.base_run()))
     if isinstance(space, CommandSpace) and space.task:
+        _check_roles(space.roles)
         return Prior.load(extra_rows).at(parse(Task, dict(space.task), path=("task",)))
     return None
+
+
+def _check_roles(roles: Mapping[str, str]) -> None:
+    for role in roles:
+        if role not in ROLES:
+            close = difflib.get_close_matches(role, ROLES, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"roles are {', '.join(ROLES)}"
+            raise UserError(f"the prior knows no role {role!r}", hint=hint, where="task.roles")

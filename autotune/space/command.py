@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +56,9 @@ class CommandSpace(Space):
 
     def _candidate(self, values: Mapping[str, Any], chosen: Mapping[str, Any]) -> Candidate:
         most = self.cluster.devices_per_node if self.cluster else 1
-        needed = self.num_devices(values)
-        if not 1 <= needed <= most:
+        needed = 1 if self.devices is None else self.devices(values)
+        is_whole = isinstance(needed, numbers.Real) and float(needed).is_integer()
+        if not is_whole or not 1 <= needed <= most:
             return Candidate(rule="devices", reason=f"it needs {needed} devices, the machine has {most}")
         return super()._candidate(values, chosen)
 

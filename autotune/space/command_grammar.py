@@ -18,7 +18,7 @@ from autotune.space.command import CommandSpace
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.forms import RANGES, FormReader
 from autotune.space.layers import COMMAND, find_space, merge
-from autotune.space.program import OWN_PLACEHOLDERS, Template
+from autotune.space.program import FAILURE, OWN_PLACEHOLDERS, Template
 from autotune.space.space import Dimension, Scalar
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
@@ -159,7 +159,7 @@ class _Builder(FormReader):
     def build(self, default_name: str) -> CommandSpace:
         """The space."""
         file = self._file
-        objectives = self.objectives(file.objectives, lambda name, path: None)
+        objectives = self.objectives(file.objectives, self._check_objective)
         if not isinstance(file.space, dict) or not file.space:
             self.fail("'space' must be a mapping of names to values", "example: space: {lr: [0.1, 0.2]}", ("space",))
         self._check_names(file.space)
@@ -182,7 +182,7 @@ class _Builder(FormReader):
         self._check_reads([*(d.when for d in dimensions), *constraints, devices], absent)
         template = self._template(dimensions, absent)
         cluster = self._cluster() if template else None
-        roles, task = self._task()
+        roles, task = self._task({objective.name for objective in objectives})
         space = CommandSpace(
             name=check_name(file.name or default_name, "sweep"),
             objectives=objectives,
@@ -211,6 +211,10 @@ class _Builder(FormReader):
         for key, value in (("constraints", file.constraints), ("limits", file.limits), ("task", file.task)):
             data |= {key: value} if value else {}
         return data | ({"devices": file.devices} if space.devices else {})
+
+    def _check_objective(self, name: str, path: KeyPath) -> None:
+        if name == FAILURE and self._file.command is not None:
+            self.fail(f"a program says by {name!r} how it failed", "call the objective something else", path)
 
     def _check_names(self, space: dict[Any, Any]) -> None:
         for name in space:
@@ -309,15 +313,15 @@ class _Builder(FormReader):
         text = str(written) if isinstance(written, int) and not isinstance(written, bool) else written
         return parse_expression(text, known, where=self.document.where(("devices",)))
 
-    def _task(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Roles and task. What words they may have is known where the prior is (``prior.command_task``)."""
+    def _task(self, objectives: set[str]) -> tuple[dict[str, str], dict[str, Any]]:
+        """Roles and task. What words they may have is known where the prior is (``search.warm_start``)."""
         written = self._file.task
         if written is None:
             return {}, {}
         if not isinstance(written, dict):
             self.fail(f"'task' must be a mapping, got {written!r}", "example: task: {num_parameters: 1e8}", ("task",))
         roles = written.get("roles") or {}
-        names = {*self._file.space, *(objective.name for objective in self.objectives(self._file.objectives, _allow))}
+        names = {*self._file.space, *objectives}
         if not isinstance(roles, dict):
             self.fail(f"'task.roles' must be a mapping, got {roles!r}", "example: learning_rate: lr", ("task", "roles"))
         for role, name in roles.items():
@@ -325,9 +329,8 @@ class _Builder(FormReader):
                 close = difflib.get_close_matches(str(name), sorted(names), n=1)
                 hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(names))}"
                 self.fail(f"'task.roles.{role}': nothing is called {name!r}", hint, ("task", "roles", role))
+        if roles.get("quality", "quality") not in objectives:
+            hint = f"say which one is: task: {{roles: {{quality: {min(objectives)}}}}}; or leave 'task' out"
+            self.fail("'task' says what is trained, but no objective is its held-out loss", hint, ("task",))
         task = self.converted("task", {key: value for key, value in written.items() if key != "roles"}, QUANTITIES)
         return roles, task
-
-
-def _allow(name: str, path: KeyPath) -> None:
-    """Any objective may be reported."""

@@ -16,6 +16,8 @@ SEED = "seed"
 TRIAL_FOLDER = "trial_folder"
 """Placeholder of the absolute path of the trial's own folder."""
 OWN_PLACEHOLDERS = (SEED, TRIAL_FOLDER)
+FAILURE = "failure"
+"""Key of a result that says how the program failed; no objective of a program can be called so."""
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 

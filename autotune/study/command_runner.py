@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from autotune.space.objectives import Objective
-from autotune.space.program import Program
+from autotune.space.program import FAILURE, Program
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import (
@@ -44,8 +44,6 @@ RESULT_FILE = "result.json"
 TRIAL_FILE = "trial.json"
 """What the trial is: arguments, values, seed."""
 MAX_RESULT_BYTES = 1_000_000
-FAILURE = "failure"
-"""Key of a result that says how the program failed."""
 MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
 """Exceptions, by the last word of their names, that Python programs end with when memory is lacking."""
 
@@ -192,7 +190,7 @@ def _read_result(path: Path) -> Any:
         return _NoResult(f"its result can't be read: {error}")
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _NoResult(f"its result is not JSON ({error}): {text[:60]!r}")
 
 

@@ -6,7 +6,7 @@
 
   /* ------------------------------------------------------------------ commands and copying */
 
-  const hasResult = (row) => ["knee", "front", "dominated", "infeasible", "repeat", "partial"].includes(row[columnIndex.status]);
+  const hasResult = (row) => ["knee", "front", "dominated", "infeasible", "repeat"].includes(row[columnIndex.status]);
   const commandOf = (row) => data.command[0] + row[columnIndex.trial] + data.command[1];
 
   async function copyText(text) {

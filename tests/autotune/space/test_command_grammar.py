@@ -31,7 +31,7 @@ budget: {trials: 20, time: 10m}
 limits: {time: 90s, memory: 1GiB}
 task:
   num_parameters: 1000000
-  roles: {learning_rate: lr}
+  roles: {learning_rate: lr, quality: loss}
 """
 
 
@@ -56,7 +56,10 @@ def test_every_section_is_read(space: CommandSpace, tmp_path: Path) -> None:
     assert (space.budget.trials, space.budget.seconds) == (20, 600.0)
     assert (space.limits.seconds, space.limits.memory_bytes) == (90.0, 2**30)
     assert (space.name, space.folder) == ("space", tmp_path)
-    assert (space.task, space.roles) == ({"num_parameters": 1000000}, {"learning_rate": "lr"})
+    assert (space.task, space.roles) == (
+        {"num_parameters": 1000000},
+        {"learning_rate": "lr", "quality": "loss"},
+    )
 
 
 def test_values_are_put_into_arguments_whatever_they_contain() -> None:
@@ -86,6 +89,13 @@ def test_candidates_obey_constraints_and_devices(space: CommandSpace) -> None:
     assert space.candidate({**good, "lr": 1e-2, "batch": 32}).rule == "constraint"
     assert space.candidate({**good, "batch": 8}).rule == "devices"
     assert space.candidate({**good, "batch": 9}).rule == "value"
+    assert space.candidate({**good, "batch": 24}).is_legal
+
+
+@pytest.mark.parametrize("devices", ["opt", "batch / 32", "batch / 0", "-batch"])
+def test_what_is_no_number_of_devices_refuses_a_candidate(tmp_path: Path, devices: str) -> None:
+    space = load_command_space(write(tmp_path, FILE.replace("devices: batch // 16", f"devices: {devices}")))
+    assert space.candidate({"lr": 1e-3, "batch": 16, "opt": "adam"}).rule == "devices"
 
 
 def test_a_study_keeps_what_the_space_is_made_from(space: CommandSpace) -> None:
@@ -127,6 +137,8 @@ def test_overrides_and_used_files_replace_whole_values(tmp_path: Path) -> None:
         ("lr * batch", "lr * bath", 13, "did you mean 'batch'?"),
         ("memory: 1GiB", "heartbeat: 5s", 16, "unknown key 'limits.heartbeat'"),
         ("learning_rate: lr", "learning_rate: lrr", 19, "did you mean 'lr'?"),
+        ("quality: loss", "quality: lr", 17, "no objective is its held-out loss"),
+        ("{name: loss, direction", "{name: failure, direction", 4, "says by 'failure' how it failed"),
         ("budget:", "buget:", 15, "did you mean 'budget'?"),
     ],
 )

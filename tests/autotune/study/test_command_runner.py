@@ -48,6 +48,7 @@ def test_a_result_is_an_outcome_and_its_figures_are_kept(tmp_path: Path) -> None
         ('{"loss": NaN}', "nan", "loss is nan"),
         ('{"loss": "low"}', "user", "wanted is a number"),
         ("[1, 2]", "user", "a mapping with loss"),
+        ("[" * 100_000, "user", "not JSON"),
         ('{"failure": "unlucky"}', "user", "known are oom"),
     ],
 )

@@ -132,6 +132,8 @@ def test_a_users_program_has_a_prior_when_it_says_what_it_trains() -> None:
     assert task_prior_of(CommandSpace("program", loss, rate, {}, roles={"quality": "loss"})) is None
     with pytest.raises(UserError, match="num_parametrs"):
         task_prior_of(CommandSpace("p", loss, rate, {}, roles={"quality": "loss"}, task={"num_parametrs": 1}))
+    with pytest.raises(UserError, match="learning_rte"):
+        task_prior_of(CommandSpace("p", loss, rate, {}, roles={"quality": "loss", "learning_rte": "x"}, task=task))
 
 
 def test_the_default_is_kept_with_the_study_and_may_change(open_study: OpenStudy, tmp_path: Path) -> None:
