@@ -17,7 +17,7 @@ of the same head_dim is 1/sqrt(head_dim). The number of experts, those per token
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from engine.spec import Hyperparameters, ModelSpec
@@ -66,7 +66,8 @@ def scales_of(hyperparameters: Hyperparameters, spec: ModelSpec) -> ScalesOf:
         return standard_scales
     width = spec.hidden_size / base
     depth = spec.num_layers / (hyperparameters.base_num_layers or spec.num_layers)
-    return partial(_mup_scales, spec=spec, optimizer=hyperparameters.optimizer, width=width, depth=depth)
+    # Each step asks for the factors of every parameter.
+    return cache(partial(_mup_scales, spec=spec, optimizer=hyperparameters.optimizer, width=width, depth=depth))
 
 
 def _mup_scales(fqn: str, *, spec: ModelSpec, optimizer: str, width: float, depth: float) -> Scales:

@@ -60,7 +60,10 @@ def run_at(run: RunConfig, fidelity: Fidelity, rung: int, num_devices: int) -> R
 
 
 def goes_on(before: RunConfig, now: RunConfig) -> bool:
-    """Whether a run can continue another's checkpoint: everything but its end is the same."""
+    """Whether a run is to continue another's checkpoint: everything but its end is the same. That is, too, where the
+    plan could not split the narrower model of a rung of as many tokens: then nothing is left, and it begins anew."""
+    if before.runtime.stop_after_steps == now.runtime.stop_after_steps:
+        return False
     return (before.model, before.hyperparameters, before.workload) == (now.model, now.hyperparameters, now.workload)
 
 

@@ -21,6 +21,11 @@ def test_importing_the_cli_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.unit
+def test_importing_autotune_itself_imports_nothing_at_all() -> None:
+    assert modules_after("import autotune").isdisjoint({*HEAVY, "numpy", "pydantic", "typer", "engine"})
+
+
+@pytest.mark.unit
 def test_help_imports_nothing_heavy() -> None:
     code = """
 sys.argv = ["autotune", "--help"]

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.apply.select import front_trials, pick
 from autotune.study.assignment import Assignment
-from autotune.study.growth import CHECKPOINTS_FOLDER
+from autotune.study.growth import CHECKPOINTS_FOLDER, goes_on
 from autotune.study.merge import merge_studies
 from autotune.study.record import record_of
 from autotune.study.runner import run_trial
@@ -211,6 +211,16 @@ def test_parts_of_a_candidate_that_both_studies_tried_are_repeats(open_study: Op
     rows = load_snapshot(tmp_path / "studies" / "c").trials
     assert [row.repeat_of is not None for row in rows] == [row.origin.startswith("b/") for row in rows]
     assert {row.origin[0] for row in front_trials(load_snapshot(tmp_path / "studies" / "c"))} == {"a"}
+
+
+@pytest.mark.unit
+def test_a_checkpoint_at_the_end_of_the_next_part_is_not_gone_on_from(open_study: OpenStudy) -> None:
+    """A plan that can't split the narrower model trains the model itself, twice to the same step."""
+    whole = asked(open_study("s", "fidelity=off", num_trials=1, sampler="random")).config
+    assert whole is not None
+    part = whole.changed(runtime=whole.runtime.changed(stop_after_steps=2))
+    assert goes_on(part, whole)
+    assert not goes_on(part, part)
 
 
 @pytest.mark.unit
