@@ -277,6 +277,8 @@ class Study:
             raise UserError("a call in this process can't be ended", hint="add processes=True for trial_seconds")
         if workers < 1:
             raise UserError(f"a sweep has at least 1 worker, got {workers}", hint="workers is how many calls at a time")
+        if TRIAL_ARGUMENT in {*self.space.fixed, *(dimension.name for dimension in self.space.dimensions)}:
+            raise UserError(f"a function gets the Trial as {TRIAL_ARGUMENT!r}", hint="call the value something else")
         call_it = _Caller(function, self.space, self._is_kept)
         try:
             if trials is not None:

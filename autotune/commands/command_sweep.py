@@ -24,10 +24,14 @@ def check_program(space: CommandSpace) -> None:
     """Make sure that a sweep has something to run.
 
     Raises:
-        UserError: The program is not there, or no candidate is legal.
+        UserError: The program or its folder is not there, or no candidate is legal.
     """
     from autotune.study.command_runner import find_executable
 
+    if not space.folder.is_dir():
+        raise UserError(
+            f"the folder {space.folder} that the command runs in does not exist", hint="correct 'folder', or make it"
+        )
     chosen = next(_legal(space, 0), None)
     if chosen is None:
         raise UserError(

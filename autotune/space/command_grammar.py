@@ -325,7 +325,7 @@ class _Builder(FormReader):
         if not isinstance(roles, dict):
             self.fail(f"'task.roles' must be a mapping, got {roles!r}", "example: learning_rate: lr", ("task", "roles"))
         for role, name in roles.items():
-            if name not in names:
+            if not isinstance(name, str) or name not in names:
                 close = difflib.get_close_matches(str(name), sorted(names), n=1)
                 hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(names))}"
                 self.fail(f"'task.roles.{role}': nothing is called {name!r}", hint, ("task", "roles", role))

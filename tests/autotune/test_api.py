@@ -228,6 +228,7 @@ def test_a_used_up_space_ends_the_sweep() -> None:
         (lambda: study().run(quadratic), "no budget"),
         (lambda: study().run(quadratic, trials=2, trial_seconds=1.0), "processes=True"),
         (lambda: study(trials=0), "at least 1 trial"),
+        (lambda: autotune.Study({"trial": [1, 2]}, LOSS).run(quadratic, trials=1), "something else"),
         (lambda: study().run(quadratic, trials=2, workers=0), "at least 1 worker"),
         (lambda: study(storage="sqlite://", name="../elsewhere"), "is not allowed"),
         (lambda: autotune.TrialFailed("x", "unlucky"), "kinds are oom"),  # type: ignore[arg-type]

@@ -124,6 +124,7 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
         (["sweep", "--command", "python {y}", *INLINE], "unknown placeholder {y}"),
         (["sweep", "--command", "no-such-program {x}", *INLINE, "--trials", "1"], "no-such-program"),
         (["sweep", "--command", "python {x}", *INLINE], "no budget"),
+        (["sweep", "--command", "python {x}", *INLINE, "--set", "folder=/none", "--trials", "1"], "does not exist"),
         (["sweep", "--command", "python {x}", "--param", "x", "--trials", "1"], "--param needs NAME=VALUES"),
         (["sweep", "--command", "python {x}", "--param", "x=[1, 2]", "--objective", "loss"], "--objective needs"),
         (["studies", "export", "none"], "there is no study"),

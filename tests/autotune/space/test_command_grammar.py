@@ -137,6 +137,7 @@ def test_overrides_and_used_files_replace_whole_values(tmp_path: Path) -> None:
         ("lr * batch", "lr * bath", 13, "did you mean 'batch'?"),
         ("memory: 1GiB", "heartbeat: 5s", 16, "unknown key 'limits.heartbeat'"),
         ("learning_rate: lr", "learning_rate: lrr", 19, "did you mean 'lr'?"),
+        ("learning_rate: lr", "learning_rate: [lr]", 19, "nothing is called ['lr']"),
         ("quality: loss", "quality: lr", 17, "no objective is its held-out loss"),
         ("{name: loss, direction", "{name: failure, direction", 4, "says by 'failure' how it failed"),
         ("budget:", "buget:", 15, "did you mean 'budget'?"),
