@@ -1,8 +1,8 @@
 """A sampler that learned to tune: a policy-gradient agent (PPO, Schulman et al. 2017), trained on imagined studies of
 the space before the first trial, that proposes changes of plan and hyperparameters.
 
-First comes the prior's prediction. Where its outcome is as good as predicted, the search says so: whoever is content
-stops there. Else the agent goes on from the best trial.
+First comes the prior's prediction. Where its outcome is as good as predicted, the search says so, and is at its end for
+whoever asked to stop when it is enough. Else the agent goes on from the best trial.
 """
 
 from __future__ import annotations
@@ -65,14 +65,18 @@ class ReinforceSampler:
 
     def remarks(self, state: SearchState) -> list[str]:
         """Whether the prediction was good enough."""
-        first = next((o for o in state.tried if o.state == "ok" and o.values and QUALITY in o.values), None)
-        predicted = state.task_prior.loss_level() if state.task_prior is not None else None
-        if first is None or first.values is None or predicted is None:
+        start = _start_against_prediction(state)
+        if start is None:
             return []
-        level, sd = predicted
-        loss = first.values[QUALITY]
-        words = "as good as predicted" if loss <= level + GOOD_SDS * sd else "worse than predicted: the agent goes on"
+        loss, level, sd = start
+        words = "as good as predicted" if _is_good(start) else "worse than predicted: the agent goes on"
         return [f"the predicted start reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
+
+    def expected_gain(self, state: SearchState) -> float | None:
+        """See ``Foreseeing``: nothing more is looked for where quality alone counts and the prediction was good enough;
+        else it is not known."""
+        start = _start_against_prediction(state)
+        return 0.0 if start is not None and len(state.space.objectives) == 1 and _is_good(start) else None
 
     def _trained(self, state: SearchState) -> tuple[World, Policy]:
         key = _key(state, self.num_steps)
@@ -88,6 +92,21 @@ class ReinforceSampler:
                 policy.save(path)
             self._policies[key] = world, policy
         return self._policies[key]
+
+
+def _start_against_prediction(state: SearchState) -> tuple[float, float, float] | None:
+    """The loss of the first trial, and what was predicted for the optimum with its standard deviation."""
+    predicted = state.task_prior.loss_level() if state.task_prior is not None else None
+    name = state.space.roles.get(QUALITY, QUALITY)
+    first = state.tried[0] if state.tried else None
+    if predicted is None or first is None or first.values is None or name not in first.values:
+        return None
+    return first.values[name], *predicted
+
+
+def _is_good(start: tuple[float, float, float]) -> bool:
+    loss, level, sd = start
+    return loss <= level + GOOD_SDS * sd
 
 
 def _wanted(world: World, policy: Policy, state: SearchState, rng: np.random.Generator) -> np.ndarray:

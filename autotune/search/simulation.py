@@ -77,7 +77,8 @@ class World:
                 if objective.name in predicted:
                     sign = -1.0 if objective.direction == "maximize" else 1.0
                     plan_costs[objective.name] = sign * np.log(predicted[objective.name].value)
-        has_quality = any(objective.name == QUALITY for objective in space.objectives)
+        quality = space.roles.get(QUALITY, QUALITY)
+        has_quality = any(objective.name == quality for objective in space.objectives)
         prior = state.task_prior if has_quality else None
         return cls(ground, state, plan_costs, _start(ground, state, prior), prior)
 
@@ -94,10 +95,11 @@ class World:
     def imagine(self, rng: np.random.Generator) -> Imagined:
         """A study of its own."""
         surfaces: dict[str, _OfPlan | _Doubted | _Valley] = {}
+        quality = self.state.space.roles.get(QUALITY, QUALITY)
         for objective in self.state.space.objectives:
             if objective.name in self.plan_costs:
                 surfaces[objective.name] = self._bent(self.plan_costs[objective.name], rng)
-            elif objective.name == QUALITY and self.prior is not None:
+            elif objective.name == quality and self.prior is not None:
                 surfaces[objective.name] = _Doubted(self, self.prior, Waves.draw(self.num_dimensions, rng))
             else:
                 surfaces[objective.name] = _Valley.draw(self.num_dimensions, rng)
@@ -119,14 +121,16 @@ def _start(ground: Ground, state: SearchState, prior: TaskPrior | None) -> np.nd
     length = state.space.names({}).get("workload.sequence_length")
     if length and "global_batch_tokens" in best:
         best["global_batch_size"] = float(best["global_batch_tokens"]) / float(length)
+    named = {own: name for name, own in state.space.roles.items()}
     for index, axis in enumerate(ground.encoding.axes):
-        value = best.get(axis.dimension.name.removeprefix("hyperparameters."))
+        name = axis.dimension.name
+        value = best.get(named.get(name, name.removeprefix("hyperparameters.")))
         if value is not None:
             middle[index] = _coordinate(axis, value)
     if state.forecast is not None and len(ground.plans):
         first = np.flatnonzero(state.forecast.ranks == state.forecast.ranks.min())
-        named = {index for index, axis in enumerate(ground.encoding.axes) if axis.dimension.name.startswith("hyper")}
-        batch = [i for i, column in enumerate(ground.plan_columns) if int(column) in named]
+        names = [axis.dimension.name for axis in ground.encoding.axes]
+        batch = [i for i, column in enumerate(ground.plan_columns) if names[column].startswith("hyperparameters.")]
         distance = ((ground.plans[first][:, batch] - middle[ground.plan_columns[batch]]) ** 2).sum(axis=1)
         middle[ground.plan_columns] = ground.plans[first[int(distance.argmin())]]
     return ground.nearest(middle)[0]

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.prior.predict import Prior
+from autotune.prior.task import Task
 from autotune.search.agent import Ground, Policy, changed, look, merits_of, view_size
 from autotune.search.reinforce import ReinforceSampler
 from autotune.search.sampler import Observation, Sampler, SearchState
@@ -141,6 +143,22 @@ def test_a_policy_is_written_and_read_whole(tmp_path: Path) -> None:
     features = rng.normal(size=3)
     action = policy.act(features, np.random.default_rng(1))
     assert np.array_equal(loaded.act(features, np.random.default_rng(1)), action)
+
+
+def test_a_prediction_that_held_is_enough(agent: ReinforceSampler) -> None:
+    """Quality alone, and the first trial as good as predicted: nothing more is expected. Else the agent goes on."""
+    task = Task(num_parameters=500_000_000, total_tokens=10_000_000_000, min_lr_ratio=0.0)
+    prior = Prior.load().at(task)
+    predicted = prior.loss_level()
+    assert predicted is not None
+    space = Space(
+        "q", (Objective(name="quality"),), (Dimension("learning_rate", "log_float", low=1e-4, high=1e-2),), {}
+    )
+    for excess, gain, words in ((0.0, 0.0, "as good as predicted"), (1.0, None, "goes on")):
+        first = Observation(0, "ok", {"learning_rate": 1e-3}, {"quality": predicted[0] + excess})
+        state = state_of(space, (first,), task_prior=prior)
+        assert agent.expected_gain(state) == gain
+        assert words in agent.remarks(state)[0]
 
 
 def test_learning_helps_on_imagined_studies(tmp_path: Path) -> None:
