@@ -54,6 +54,14 @@ def standard_scales(fqn: str) -> Scales:
     return Scales()
 
 
+def is_standard(hyperparameters: Hyperparameters, spec: ModelSpec) -> bool:
+    """Whether a model is trained as under ``standard``: it is, or the model has the base size."""
+    if hyperparameters.parametrization == "standard":
+        return True
+    has_base_depth = hyperparameters.base_num_layers in (None, spec.num_layers)
+    return hyperparameters.base_hidden_size == spec.hidden_size and has_base_depth
+
+
 def scales_of(hyperparameters: Hyperparameters, spec: ModelSpec) -> ScalesOf:
     """The factors of every parameter of a model under the run's parametrization.
 

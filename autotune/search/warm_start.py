@@ -12,6 +12,7 @@ from autotune.space.command import CommandSpace
 from autotune.space.space import Space
 from autotune.space.training import TrainingSpace
 from engine.errors import UserError
+from engine.parametrization import is_standard
 from engine.schema import parse
 
 ROLES = (*HYPERPARAMETERS, "global_batch_size", "quality")
@@ -19,7 +20,8 @@ ROLES = (*HYPERPARAMETERS, "global_batch_size", "quality")
 
 
 def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior | None:
-    """The prior at what a space trains; None where it speaks of nothing that is sought.
+    """The prior at what a space trains; None where it speaks of nothing that is sought, and under muP relative to
+    another size, whose learning rates it does not know.
 
     Args:
         space: Of training runs, or of a user's program that trains what its ``task`` says; quality is an objective.
@@ -32,7 +34,8 @@ def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior
     if all(objective.name != quality for objective in space.objectives):
         return None
     if isinstance(space, TrainingSpace):
-        return Prior.load(extra_rows).at(Task.of_run(space.base_run()))
+        run = space.base_run()
+        return Prior.load(extra_rows).at(Task.of_run(run)) if is_standard(run.hyperparameters, run.model) else None
     if isinstance(space, CommandSpace) and space.task:
         _check_roles(space.roles)
         return Prior.load(extra_rows).at(parse(Task, dict(space.task), path=("task",)))

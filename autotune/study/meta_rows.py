@@ -8,6 +8,7 @@ from autotune.study.runner import RUN_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.config import RunConfig, load_run
 from engine.errors import UserError
+from engine.parametrization import is_standard
 
 QUALITY_KINDS = ("ok", "nan", "diverged")
 """Ends that tell something of the hyperparameters; the others tell of the machine or of the plan."""
@@ -17,7 +18,8 @@ def meta_rows(snapshot: StudySnapshot) -> list[MetaRow]:
     """Rows of the trials whose end says something of their hyperparameters.
 
     Trials of a user's own program are left out: the prior can't know what their settings mean. So are repeats,
-    trials whose run file is gone, and those cut short before the end of their schedule.
+    trials whose run file is gone, those cut short before the end of their schedule, and those under muP relative to
+    another size: their learning rate is not that of what was trained.
     """
     rows = [_row(snapshot.name, row) for row in snapshot.trials if row.repeat_of is None]
     return [row for row in rows if row is not None]
@@ -35,6 +37,8 @@ def _row(study: str, trial: TrialRow) -> MetaRow | None:
         return None
     if run.runtime.stop_after_steps is not None and run.runtime.stop_after_steps < run.num_steps:
         return None  # cut short in the middle of its schedule
+    if not is_standard(run.hyperparameters, run.model):
+        return None
     return MetaRow(
         study=study,
         trial=trial.number,

@@ -106,7 +106,7 @@ def _open(url: str) -> BaseStorage:
             ) from None
     if url.startswith("sqlite:///") and not path.is_file():  # opening would make an empty one
         raise UserError(f"there is no database {path}", hint="correct the path: sqlite:////absolute/path/studies.db")
-    return open_database(url)
+    return open_database(url, is_foreign=True)
 
 
 def _find(storage: BaseStorage, url: str, name: str | None) -> tuple[int, str]:

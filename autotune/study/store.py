@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 
@@ -170,8 +171,12 @@ def _parse(path: Path) -> list[dict[str, Any]]:
     return logs
 
 
-def open_database(url: str) -> BaseStorage:
+def open_database(url: str, *, is_foreign: bool = False) -> BaseStorage:
     """Open a database storage.
+
+    Args:
+        url: Its address.
+        is_foreign: It is another program's, to be read and left as it is: no tables are made in it.
 
     Raises:
         UserError: Not a database address, its driver is missing, or it can't be reached.
@@ -181,8 +186,8 @@ def open_database(url: str) -> BaseStorage:
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
     logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
-        storage = _opened(_with_driver(url), options)
-        if url.startswith("sqlite"):
+        storage = _opened(_with_driver(url), options, makes_tables=not is_foreign)
+        if url.startswith("sqlite") and not is_foreign:
             _speed_up_sqlite(storage)
         return optuna.storages.get_storage(storage)  # finished trials are read once
     except (ArgumentError, NoSuchModuleError, ValueError):
@@ -195,8 +200,9 @@ def open_database(url: str) -> BaseStorage:
             f"the driver for {hide_password(url)} is not installed: {error}",
             hint="for PostgreSQL: pip install 'paretune[postgres]'",
         ) from None
-    except SQLAlchemyError as error:
-        reason = str(getattr(error, "orig", error)).splitlines()[0]
+    except (SQLAlchemyError, StorageInternalError, RuntimeError) as error:  # the last: tables of another Optuna
+        cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+        reason = str(getattr(cause, "orig", None) or cause or error).splitlines()[0]
         raise UserError(
             f"cannot open the storage {hide_password(url)}: {reason}",
             hint="check that the database runs, that its folder or name exists, and its rights; passwords are not"
@@ -204,14 +210,14 @@ def open_database(url: str) -> BaseStorage:
         ) from None
 
 
-def _opened(url: str, options: dict[str, Any]) -> optuna.storages.RDBStorage:
+def _opened(url: str, options: dict[str, Any], *, makes_tables: bool) -> optuna.storages.RDBStorage:
     """The storage, whose tables are made when it is new. Of several processes that make them at once all but one fail,
     and find them at the next try."""
     from sqlalchemy.exc import DatabaseError
 
     for tries_left in range(NUM_OPEN_TRIES - 1, -1, -1):
         try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=options)
+            return optuna.storages.RDBStorage(url, engine_kwargs=options, skip_table_creation=not makes_tables)
         except DatabaseError as error:
             is_race = any(word in str(error.orig) for word in ("already exists", "UNIQUE", "duplicate", "locked"))
             if not is_race or not tries_left:

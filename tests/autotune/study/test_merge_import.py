@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path)
         assert row.origin == f"old/{trial.number}"
         assert row.parameters["learning_rate"] == trial.params["learning rate"]
         assert row.parameters["dropout"] == pytest.approx(trial.params["dropout"])
+    with sqlite3.connect(tmp_path / "optuna.db") as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",), "left as it was"
     assert rows[0].values == {"val_accuracy": source.trials[0].value}
     with autotune.Study.open(tmp_path / "ours", sampler="random") as study:
         assert len(study.run(lambda **values: 0.5, trials=8).trials) == 8
@@ -153,6 +156,10 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/optuna.db"
     with pytest.raises(UserError, match="no database"):
         import_optuna(url, "s", tmp_path / "ours")
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(UserError, match=r"cannot open the storage .*no such table"):
+        import_optuna(f"sqlite:///{tmp_path}/empty.db", "s", tmp_path / "ours")
+    assert (tmp_path / "empty.db").read_bytes() == b"", "another program's database is left as it is"
     storage = optuna.storages.RDBStorage(url)
     storage.create_new_study([optuna.study.StudyDirection.NOT_SET], "vague")
     with pytest.raises(UserError, match="there is no study 's'"):

@@ -56,6 +56,15 @@ def test_divergence_tells_of_the_hyperparameters_and_a_lost_machine_does_not(tmp
     ]
 
 
+def test_learning_rates_that_are_relative_to_another_width_are_left_out(tmp_path: Path) -> None:
+    def under_mup(base: int) -> RunConfig:
+        hyper = RUN.hyperparameters.changed(parametrization="mup", base_hidden_size=base)
+        return RUN.changed(hyperparameters=hyper)
+
+    trials = [trial(tmp_path, 0, run=under_mup(32)), trial(tmp_path, 1, run=under_mup(64))]
+    assert [row.trial for row in meta_rows(snapshot(tmp_path, *trials))] == [1]
+
+
 def test_repeats_trials_cut_short_and_those_without_a_run_file_are_left_out(tmp_path: Path) -> None:
     short = RUN.changed(runtime=RUN.runtime.changed(stop_after_steps=3))
     trials = [trial(tmp_path, 0, repeat_of=1), trial(tmp_path, 1, run=short), trial(tmp_path, 2)]

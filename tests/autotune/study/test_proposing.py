@@ -118,6 +118,10 @@ def test_the_prior_is_that_of_the_run_that_is_searched(make_space: MakeSpace) ->
     assert prior.task.total_tokens == space.workload.total_tokens
     assert prior.task.sequence_length == space.workload.sequence_length
     assert task_prior_of(make_space("objectives=[speed, memory]")[0]) is None
+    mup = "space.hyperparameters.parametrization=mup"
+    base = "space.hyperparameters.base_hidden_size"
+    assert task_prior_of(make_space(mup, f"{base}={space.model.hidden_size // 2}")[0]) is None
+    assert task_prior_of(make_space(mup, f"{base}={space.model.hidden_size}")[0]) is not None
 
 
 def test_a_users_program_has_a_prior_when_it_says_what_it_trains() -> None:
