@@ -11,7 +11,8 @@ import numpy as np
 
 from autotune.apply.select import comparable_trials, value_matrix
 from autotune.search.pareto import costs_of
-from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
+from autotune.space.space import Scalar
+from autotune.study.snapshot import StudySnapshot, TrialRow
 from reports.info import MAX_CATEGORIES, looks_logarithmic, short_name, thinned, varied_parameters
 
 if TYPE_CHECKING:

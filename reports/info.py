@@ -25,9 +25,10 @@ from autotune.apply.select import (
 from autotune.paths import DEFAULT_RUNS
 from autotune.search import pareto
 from autotune.space.objectives import Objective
+from autotune.space.space import Scalar
 from autotune.study.frame import PARAM, VALUE
 from autotune.study.repeats import repeated_values
-from autotune.study.snapshot import Scalar, StudySnapshot, TrialRow
+from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.outcome import FAILURE_KINDS, OutcomeKind
 from engine.units import GIB, format_count
 

@@ -32,8 +32,6 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """Where the engine keeps a run's checkpoints, in its folder."""
 NUM_SCHEDULE_POINTS = 512
 """Places at which a schedule is summed up."""
-TOLERANCE = 1e-9
-"""Of sums of shares."""
 
 
 def run_at(run: RunConfig, fidelity: Fidelity, rung: int, num_devices: int) -> RunConfig:

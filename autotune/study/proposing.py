@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from optuna.trial import TrialState
+
 from autotune.prior.predict import TaskPrior
 from autotune.search.fidelity import as_candidates
 from autotune.search.forecast import Forecast
@@ -41,12 +43,17 @@ class Proposer:
     """Expected gain below which one more trial is not worth it; None for never."""
 
     def next_guess(self) -> dict[str, Scalar] | None:
-        """The first of the guesses that is none of the trials yet: whoever asks, each is run once."""
+        """The first guess that is no trial yet, nor about to be one: whoever asks, each is run once."""
         if not self.guesses:
             return None
-        records = [record_of(trial) for trial in self.table.all()]
+        trials = self.table.all()
+        records = [record_of(trial) for trial in trials]
         known = {record.key for record in records if record is not None and record.role == "trial"}
-        return next((dict(guess) for key, guess in self.guesses.items() if key not in known), None)
+        chosen = [trial.params for trial in trials if trial.state == TrialState.RUNNING and record_of(trial) is None]
+        for key, guess in self.guesses.items():
+            if key not in known and dict(guess) not in chosen:  # by a driver that may be gone: then it is free again
+                return dict(guess)
+        return None
 
     def propose(self, number: int, num_rejected: int) -> dict[str, Scalar] | None:
         """Chosen values for a number; None when the space is used up.

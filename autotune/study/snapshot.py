@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from autotune.search.forecast import Forecasted
 from autotune.space.objectives import Objective, ObjectiveName
+from autotune.space.space import Scalar
 from engine.outcome import Outcome
-
-Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)

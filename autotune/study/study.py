@@ -23,7 +23,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.prior.predict import TaskPrior
-from autotune.search.fidelity import next_growth
+from autotune.search.fidelity import TOLERANCE, next_growth
 from autotune.search.forecast import Forecast
 from autotune.search.gain import Gain
 from autotune.search.sampler import Sampler
@@ -35,7 +35,6 @@ from autotune.space.training import TrainingSpace
 from autotune.study.assignment import Assignment
 from autotune.study.child import end_recorded
 from autotune.study.growth import (
-    TOLERANCE,
     carry_checkpoint,
     curve_of,
     drop_checkpoint,
@@ -123,7 +122,8 @@ class Study:
         self._forecast = forecast
         self._storage = storage
         self._table = TrialTable(storage, file.name, space)
-        guesses = {space.candidate(guess).key: guess for guess in file.guesses}
+        candidates = [(space.candidate(guess), guess) for guess in file.guesses]
+        guesses = {candidate.key: guess for candidate, guess in candidates if candidate.is_legal}
         plans = forecast.enumeration if forecast else enumeration
         self._proposer = Proposer(
             space, self._table, sampler, file.seed, num_trials, guesses, plans, forecast, task_prior, enough

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,17 @@ def test_a_guess_is_run_once_by_many_drivers(open_study: OpenStudy) -> None:
     for thread in threads:
         thread.join()
     assert sorted(ran) == [g["hyperparameters.learning_rate"] for g in guesses]
+
+
+def test_a_guess_that_another_driver_is_choosing_holds_nobody_up(open_study: OpenStudy) -> None:
+    """It may be held up itself, or be gone; in that case the guess comes later."""
+    guesses = [guess(1e-3), guess(2e-3)]
+    other = open_study(num_trials=3, guesses=guesses)
+    study = open_study(num_trials=3, guesses=guesses)
+    number = other._table.create(other._held.new_lease(1), parameters=guesses[0])
+    assert asked(study).parameters == guesses[1]
+    other._table.write_lease(number, replace(other._held.new_lease(1), released=True))
+    assert asked(study).parameters == guesses[0]
 
 
 def test_a_guess_that_estimates_rule_out_is_run_all_the_same(open_study: OpenStudy) -> None:
