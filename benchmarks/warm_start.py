@@ -195,7 +195,7 @@ def recipe_report(rows: Sequence[MetaRow], shipped: Prior) -> dict[str, Any]:
     out: list[dict[str, Any]] = []
     for size in sizes:
         kept = group_rows([row for row in rows if row.task.num_parameters != size])
-        recipes = fit_recipes(kept, shipped.surface, None)
+        recipes = fit_recipes(kept, shipped.surface, ())
         held_out = dataclasses.replace(
             shipped, recipes=dataclasses.replace(recipes, anchors=(*recipes.anchors, reference))
         )

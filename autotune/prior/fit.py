@@ -45,7 +45,7 @@ def fit(reference: Sequence[MetaRow], others: Sequence[MetaRow], *, base: Prior 
     surface = Surface.fit(cell_runs(groups))
     tasks = np.array([group.task for group in groups])
     level = LossLevel.fit(tasks, np.array([group.losses.min() for group in groups]))
-    recipes = base.recipes if base else fit_recipes(group_rows(others), surface, groups[0])
+    recipes = base.recipes if base else fit_recipes(group_rows(others), surface, groups)
     return Prior(surface, recipes, level)
 
 

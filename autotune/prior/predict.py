@@ -17,6 +17,7 @@ from autotune.prior.coordinates import COORDINATES, backward, forward, task_coor
 from autotune.prior.final_rate import final_rate_excess
 from autotune.prior.level import LossLevel
 from autotune.prior.recipes import SETTINGS, Anchor, Recipes, coordinates_of, group_rows
+from autotune.prior.risk import careful
 from autotune.prior.rows import MetaRow
 from autotune.prior.surface import NOISE, SOFTNESS, Floats, Surface, harden, optimum_law
 from autotune.prior.task import HYPERPARAMETERS, Task
@@ -56,13 +57,15 @@ class TaskPrior:
     """``[7]`` by which this recipe's best values lie off the reference's, see ``recipes``."""
     offset_sd: Floats
     """Its standard deviation, ``[7]``."""
+    cliff: Floats
+    """``[2]``: logarithm of the learning rate over the best one from which runs diverge, and its standard deviation."""
     level_shift: tuple[float, float] | None
     """Mean and standard deviation of the loss of own runs above the tables' law; None without own runs."""
     outside: float
     """Distance from the tables' tasks, in factors of e."""
 
     def excess(self, points: Mapping[str, Any]) -> tuple[Floats, Floats]:
-        """Loss above that at the optimum, in nats per token.
+        """Loss above that at the likeliest optimum, in nats per token.
 
         Args:
             points: Hyperparameter name -> values ``[n]``; what is missing is at the recipe's value.
@@ -100,12 +103,13 @@ class TaskPrior:
         )
 
     def optimum(self, given: Mapping[str, float] | None = None) -> dict[str, float | str]:
-        """The best hyperparameters by their names.
+        """The hyperparameters to begin with by their names: those of least expected loss, given how uncertain the prior
+        is of where the best ones lie (``risk``).
 
         Args:
             given: Values of learning rate or batch that are fixed: the others are the best beside them.
         """
-        centre = self._best(given or {})
+        centre = self._careful(given) if given else self._proposal
         best: dict[str, float | str] = {name: backward(name, z) for name, z in zip(COORDINATES, centre, strict=True)}
         best |= given or {}
         schedule = "cosine" if self.task.schedule == "constant" else self.task.schedule
@@ -113,8 +117,8 @@ class TaskPrior:
 
     @property
     def interval_90(self) -> dict[str, tuple[float, float]]:
-        """Hyperparameter name -> where the best value lies with a probability of 0.9."""
-        sd = np.concatenate([np.hypot(self.offset_sd[:2], self._core_sd), self.offset_sd[2:6]])
+        """Hyperparameter name -> where the best value lies with a probability of 0.9, round the likeliest one."""
+        sd = np.concatenate([self._place_sd, self.offset_sd[2:6]])
         intervals = {}
         for name, z, width in zip(COORDINATES, self._centre, sd * NORMAL_90, strict=True):
             ends = sorted((backward(name, z - width), backward(name, z + width)))
@@ -146,8 +150,18 @@ class TaskPrior:
 
     @cached_property
     def _centre(self) -> Floats:
-        """Coordinates of the optimum, ``[6]``."""
+        """Coordinates of the likeliest optimum, ``[6]``."""
         return self._best({})
+
+    @cached_property
+    def _proposal(self) -> Floats:
+        """Coordinates of what to begin with, ``[6]``."""
+        return self._careful({})
+
+    @cached_property
+    def _place_sd(self) -> Floats:
+        """Standard deviation of where the best learning rate and batch lie, ``[2]``: of the recipe and the surface."""
+        return np.hypot(self.offset_sd[:2], self._core_sd)
 
     @cached_property
     def _lowest(self) -> float:
@@ -176,18 +190,33 @@ class TaskPrior:
         least = float(self.task.sequence_length)
         return min(max(batch, least), max(self.task.total_tokens / LEAST_STEPS, least))
 
+    def _careful(self, given: Mapping[str, float]) -> Floats:
+        best = self._best(given) if given else self._centre
+        sharpness = float(np.exp(self.offset[6]))
+        lowest = float(harden(self.surface.mean(self._places(best[:1], best[1:2])))[0])
+
+        def excess(log_rate: Floats, log_batch: Floats) -> Floats:
+            return sharpness * (harden(self.surface.mean(self._places(log_rate, log_batch))) - lowest)
+
+        return np.concatenate(
+            [careful(excess, best[:2], self.offset_sd[:2], self.cliff, self._ranges(given)), best[2:]]
+        )
+
+    def _ranges(self, given: Mapping[str, float]) -> list[tuple[float, float]]:
+        """Coordinates of the least and greatest learning rate and batch that are proposed beside given ones."""
+        bounds = (LEARNING_RATES, (self._in_bounds(0.0), self._in_bounds(math.inf)))
+        fixed = {name: float(forward(name, value)) for name, value in given.items()}
+        return [
+            (fixed[name], fixed[name]) if name in fixed else (math.log(low), math.log(high))
+            for name, (low, high) in zip(COORDINATES, bounds, strict=False)
+        ]
+
     def _best(self, given: Mapping[str, float]) -> Floats:
         law = optimum_law(self.surface.law, task_coordinates(self.task)[None])
-        bounds = (LEARNING_RATES, (self._in_bounds(0.0), self._in_bounds(math.inf)))
         axes = []
-        for axis, name in enumerate(COORDINATES[:2]):
-            if name in given:
-                low = high = float(forward(name, given[name]))
-            else:
-                low, high = np.log(bounds[axis])
-                middle = float(np.clip(law[axis][0] + self.offset[axis], low, high))
-                low, high = max(low, middle - REACH), min(high, middle + REACH)
-            axes.append((low, high))
+        for axis, (low, high) in enumerate(self._ranges(given)):
+            middle = float(np.clip(law[axis][0] + self.offset[axis], low, high))
+            axes.append((max(low, middle - REACH), min(high, middle + REACH)))
         (low_x, high_x), (low_y, high_y) = axes
         for _ in range(4):  # a grid, then finer ones round its best node
             x, y = np.meshgrid(np.linspace(low_x, high_x, 21), np.linspace(low_y, high_y, 21), indexing="ij")
@@ -256,8 +285,9 @@ class Prior:
         support, reasons, distance = self._support(task, place, beyond)
         shift = self._level_shift(task, place)
         return TaskPrior(
-            task, support, reasons, self.surface, self.recipes, self.level, offset, offset_sd, shift, distance
-        )
+            task, support, reasons, self.surface, self.recipes, self.level, offset, offset_sd,
+            self.recipes.cliff(task), shift, distance,
+        )  # fmt: skip
 
     def _support(self, task: Task, place: Floats, beyond: Floats) -> tuple[Support, tuple[str, ...], float]:
         reasons: list[str] = []
@@ -305,7 +335,7 @@ class Prior:
 
     def save(self, path: Path) -> None:
         """Write the fitted numbers."""
-        names = ("recipe", "offset", "sd", "slope")
+        names = ("recipe", "offset", "sd", "slope", "cliff")
         known = [
             {"optimizer": anchor.optimizer, **{name: getattr(anchor, name).tolist() for name in names}}
             for anchor in self.recipes.anchors

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.prior.coordinates import COORDINATES, forward, recipe_coordinates, task_coordinates, values_of
+from autotune.prior.risk import CLIFF, CLIFF_SD, cliff_seen
 from autotune.prior.rows import MetaRow
 from autotune.prior.surface import LAW_CAP, NOISE, RELATIVE_NOISE, Floats, Surface, optimum_law, raw_shape, soften
 from autotune.prior.task import Task
@@ -80,6 +81,8 @@ class Anchor:
     """``[7]``; infinite where nothing is known."""
     slope: Floats = field(default_factory=lambda: np.zeros(7))
     """By how much the offset changes with log tokens, ``[7]``."""
+    cliff: Floats = field(default_factory=lambda: np.array([CLIFF, np.inf]))
+    """``[2]``: where learning rates beyond the best diverge and its standard deviation, see ``risk``."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,17 @@ class Recipes:
             sds[axis] = np.sqrt(max(kernel[-1, -1] - across @ kernel[known, -1], 1e-6))
         return means, sds
 
+    def cliff(self, task: Task) -> Floats:
+        """``[2]``: where learning rates diverge beyond the best one of a task's recipe, and its standard deviation; by
+        recipes of its optimizer, as far as they are alike."""
+        known = [a for a in self.anchors if a.optimizer == task.optimizer and np.isfinite(a.cliff[1])]
+        recipes = np.array([*(anchor.recipe for anchor in known), recipe_coordinates(task)])
+        kernel = CLIFF_SD**2 * _alike(recipes)
+        noise = np.diag([anchor.cliff[1] ** 2 for anchor in known])
+        across = np.linalg.solve(kernel[:-1, :-1] + noise, kernel[:-1, -1])
+        seen = np.array([anchor.cliff[0] for anchor in known])
+        return np.array([CLIFF + across @ (seen - CLIFF), np.sqrt(kernel[-1, -1] - across @ kernel[:-1, -1])])
+
     def observe(self, group: Group, surface: Surface) -> Anchor:
         """A group's own offset, as a measurement: the estimate with the wide prior taken out again."""
         from scipy.optimize import least_squares
@@ -148,7 +162,10 @@ class Recipes:
         told = information > 0.05 * WIDE_SD**-2
         offset = np.where(told, fit.x[:7] / np.where(told, variance * information, 1.0), 0.0)
         sd = np.where(told, np.sqrt(1 / np.where(told, information, 1.0)), np.inf)
-        return Anchor(group.optimizer, group.recipe, group.task, np.clip(offset, -4 * WIDE_SD, 4 * WIDE_SD), sd)
+        offset = np.clip(offset, -4 * WIDE_SD, 4 * WIDE_SD)
+        distance = group.points[:, 0] - optimum_law(surface.law, tasks)[0] - fit.x[0]
+        cliff = cliff_seen(distance, np.isinf(group.losses))
+        return Anchor(group.optimizer, group.recipe, group.task, offset, sd, cliff=cliff)
 
     def form_excess(self, points: Floats, tasks: Floats, offset: Floats, surface: Surface) -> Floats:
         """Excess loss by the form alone, ``[n]``.
@@ -176,7 +193,7 @@ def _likeness(anchors: Sequence[Anchor], surface: Surface) -> Floats:
     names = np.array([anchor.optimizer for anchor in anchors])
     same = names[:, None] == names[None]
     recipes = np.array([anchor.recipe for anchor in anchors])
-    recipe = np.exp(-((recipes[:, None] - recipes[None]) ** 2).sum(axis=2) / 2)
+    recipe = _alike(recipes)
     local = np.array([anchor.task is not None for anchor in anchors])
     tasks = np.array([np.zeros(3) if anchor.task is None else anchor.task for anchor in anchors])
     near = np.exp(-((tasks[:, None] - tasks[None]) ** 2).sum(axis=2) / (2 * TASK_LENGTH**2))
@@ -187,6 +204,11 @@ def _likeness(anchors: Sequence[Anchor], surface: Surface) -> Floats:
         same * recipe * near * (local[:, None] & local[None]),
         same * (beyond @ beyond.T),
     ])  # fmt: skip
+
+
+def _alike(recipes: Floats) -> Floats:
+    """``[n, n]``: likeness of recipes ``[n, 4]``, 1 for equal ones."""
+    return np.asarray(np.exp(-((recipes[:, None] - recipes[None]) ** 2).sum(axis=2) / 2))
 
 
 def group_rows(rows: Sequence[MetaRow]) -> list[Group]:
@@ -220,7 +242,7 @@ def coordinates_of(task: Task, points: Mapping[str, object], num_points: int) ->
     return np.column_stack(columns)
 
 
-def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Group | None) -> Recipes:
+def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Sequence[Group]) -> Recipes:
     """Fit base, curvature and one anchor an optimizer to one-factor sweeps of several optimizers by one laboratory.
 
     The optimizers share the change of the offset with tokens, which is the laboratory's. (One with parameters, too,
@@ -229,7 +251,7 @@ def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Group | No
     Args:
         groups: Their runs.
         surface: The reference's surface.
-        reference: A group of the reference recipe, whose offset of learning rate and batch is zero by definition.
+        reference: Groups of the reference recipe, whose offset of learning rate and batch is zero by definition.
     """
     from scipy.optimize import least_squares
 
@@ -270,8 +292,16 @@ def fit_recipes(groups: Sequence[Group], surface: Surface, reference: Group | No
     recipes, offsets, slope, _ = unpack(np.asarray(fit.x))
     sds = np.sqrt(np.diag(np.linalg.inv(fit.jac.T @ fit.jac)))[:num].reshape(-1, 7)
     recipe_of = {name: np.mean([g.recipe for g in groups if g.optimizer == name], axis=0) for name in optimizers}
-    anchors = [Anchor(name, recipe_of[name], None, offsets[o], sds[o], slope) for o, name in enumerate(optimizers)]
-    if reference is not None:
+    best_rate = optimum_law(surface.law, tasks)[0] + offsets[which, 0] + tasks[:, 1] * slope[0]
+    has_diverged = np.isinf(np.concatenate([group.losses for group in groups]))
+    anchors = []
+    for o, name in enumerate(optimizers):
+        own = which == o
+        cliff = cliff_seen((points[:, 0] - best_rate)[own], has_diverged[own])
+        anchors.append(Anchor(name, recipe_of[name], None, offsets[o], sds[o], slope, cliff))
+    if reference:
         sd = np.array([0.05, 0.05, np.inf, np.inf, np.inf, np.inf, 0.05])
-        anchors.append(Anchor(reference.optimizer, reference.recipe, None, np.zeros(7), sd))
+        distance = [group.points[:, 0] - optimum_law(surface.law, group.task[None])[0] for group in reference]
+        cliff = cliff_seen(np.concatenate(distance), np.isinf(np.concatenate([g.losses for g in reference])))
+        anchors.append(Anchor(reference[0].optimizer, reference[0].recipe, None, np.zeros(7), sd, cliff=cliff))
     return Recipes(recipes.base, recipes.curvature, tuple(anchors))

@@ -42,13 +42,13 @@ def test_a_billion_parameters_start_near_what_published_laws_say() -> None:
     assert 2.1 < level[0] < 2.4
 
 
-def test_the_excess_is_zero_at_the_optimum_and_rises_away_from_it() -> None:
+def test_the_excess_is_small_at_the_proposal_and_rises_away_from_it() -> None:
     prior = shipped().at(task())
     best = prior.optimum()
     factors = np.array([0.1, 0.4, 1.0, 2.5, 10.0])
     # every other hyperparameter at its best, too
     mean, sd = prior.excess({**best, "learning_rate": float(best["learning_rate"]) * factors})
-    assert mean[2] == pytest.approx(0, abs=1e-6)
+    assert 0 <= mean[2] < 0.001
     assert mean[0] > mean[1] > mean[2] < mean[3] < mean[4]
     assert sd[0] > sd[1] > sd[2] < sd[3] < sd[4]
 
