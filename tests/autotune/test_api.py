@@ -303,7 +303,7 @@ def test_a_killed_process_leaves_no_zombie_and_its_trial_is_run_again(
 @pytest.mark.dist
 def test_processes_share_one_study(tmp_path: Path, repo_root: Path) -> None:
     processes = [start(tmp_path / "s", 20, 0.05, repo_root) for _ in range(2)]
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(240) for process in processes] == [0, 0]
     rows = load_snapshot(tmp_path / "s").trials
     assert [row.state for row in rows] == ["finished"] * 20
     assert len({str(row.parameters) for row in rows}) == 20
