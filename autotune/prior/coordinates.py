@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.prior.robust import Floats
 from autotune.prior.task import Task
-
-Floats = NDArray[np.float64]
 
 REFERENCE_PARAMETERS, REFERENCE_TOKENS = 4e8, 2e10
 """Where the coordinates of a task are zero."""

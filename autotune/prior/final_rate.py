@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autotune.prior.coordinates import values_of
-from autotune.prior.surface import Floats
+from autotune.prior.robust import Floats
 from autotune.prior.task import Task
 
 CONSTANT_EXCESS, EXPONENT = 0.06, 0.6

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.prior.surface import Floats
+from autotune.prior.robust import Floats
 
 START = np.array([1.7, -0.9, -0.33, -0.1, -1.4, -0.33])
 SD = np.array([0.3, 0.7, 0.1, 0.2, 0.7, 0.1])

@@ -18,8 +18,9 @@ from autotune.prior.final_rate import final_rate_excess
 from autotune.prior.level import LossLevel
 from autotune.prior.recipes import SETTINGS, Anchor, Recipes, coordinates_of, group_rows
 from autotune.prior.risk import careful
+from autotune.prior.robust import Floats
 from autotune.prior.rows import MetaRow
-from autotune.prior.surface import NOISE, SOFTNESS, Floats, Surface, harden, optimum_law
+from autotune.prior.surface import NOISE, SOFTNESS, Surface, harden, optimum_law
 from autotune.prior.task import HYPERPARAMETERS, Task
 
 Support = Literal["inside", "extrapolated", "outside"]
@@ -68,7 +69,8 @@ class TaskPrior:
         """Loss above that at the likeliest optimum, in nats per token.
 
         Args:
-            points: Hyperparameter name -> values ``[n]``; what is missing is at the recipe's value.
+            points: Hyperparameter name -> values ``[n]``; what is missing, NaN or None is at the recipe's value,
+                learning rate and batch at their optimum.
 
         Returns:
             Mean and standard deviation, both ``[n]``; finite everywhere.
@@ -81,6 +83,8 @@ class TaskPrior:
             raise KeyError(f"the prior knows no hyperparameter {sorted(unknown)[0]!r}")
         num_points = max((np.size(values) for values in points.values()), default=1)
         best = {name: backward(name, z) for name, z in zip(COORDINATES[:2], self._centre[:2], strict=True)}
+        defaults = {**self.task.to_data(), **best}
+        points = {name: _present(values, defaults[name]) for name, values in points.items()}
         coordinates = coordinates_of(self.task, {**best, **points}, num_points)
         places = self._places(coordinates[:, 0], coordinates[:, 1])
         core = np.maximum(harden(self.surface.mean(places)) - self._lowest, 0.0)
@@ -242,6 +246,17 @@ class TaskPrior:
         place_variance = (moved**2).sum(axis=1) * np.exp(2 * self.offset[6])
         form = mean * (SHAPE_ERROR + self.offset_sd[6])
         return np.asarray(np.sqrt(fit_sd**2 + place_variance + form**2 + final_sd**2 + NOISE**2))
+
+
+def _present(values: Any, default: Any) -> Any:
+    """Values ``[n]`` with a default where they are NaN or None."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "fO":
+        return array
+    absent = (
+        np.frompyfunc(lambda v: v is None, 1, 1)(array).astype(bool) if array.dtype.kind == "O" else np.isnan(array)
+    )
+    return np.where(absent, default, array) if absent.any() else array
 
 
 def _spiral() -> list[tuple[int, int]]:

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from autotune.prior.coordinates import COORDINATES, forward, recipe_coordinates, task_coordinates, values_of
 from autotune.prior.risk import CLIFF, CLIFF_SD, cliff_seen
+from autotune.prior.robust import Floats
 from autotune.prior.rows import MetaRow
-from autotune.prior.surface import LAW_CAP, NOISE, RELATIVE_NOISE, Floats, Surface, optimum_law, raw_shape, soften
+from autotune.prior.surface import LAW_CAP, NOISE, RELATIVE_NOISE, Surface, optimum_law, raw_shape, soften
 from autotune.prior.task import Task
 
 OFFSETS = (*COORDINATES, "sharpness")

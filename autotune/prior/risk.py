@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.prior.surface import LAW_CAP, Floats
+from autotune.prior.robust import Floats
+from autotune.prior.surface import LAW_CAP
 
 CLIFF, CLIFF_SD = 1.5, 0.5
 """Logarithm of the learning rate over the best one from which runs diverge, before any were seen to, and how much

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.prior.robust import Floats
 
 SOFTNESS = 0.03
 """Nats of excess loss from which differences count less."""

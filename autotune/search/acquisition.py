@@ -84,7 +84,7 @@ class Candidates:
     def spread(self, tried: np.ndarray, margin: float, rng: np.random.Generator) -> np.ndarray:
         """Points by how far they are from all ``tried`` ones, ``[m, k]``, and no nearer to a wall than ``margin``."""
         pool = self.random(NUM_RANDOM, rng)
-        walls = np.nan_to_num(np.abs(pool - ABSENT)).max(axis=1) <= 0.5 - margin
+        walls = np.nan_to_num(np.abs(pool - ABSENT)).max(axis=1, initial=0.0) <= 0.5 - margin
         x, known = self.encoding.columns(pool).x, self.encoding.columns(tried).x
         distance = ((x[:, None, :] - known) ** 2).sum(axis=2).min(axis=1)
         return np.asarray(pool[np.lexsort((-distance, ~walls))])
@@ -103,7 +103,7 @@ class Candidates:
         missing = np.isnan(base)
         base[missing] = rng.uniform(size=int(missing.sum()))
         # Every other point moves in a few dimensions only: ridges and words are followed one dimension at a time.
-        num_dims = base.shape[1]
+        num_dims = max(base.shape[1], 1)
         moved = rng.uniform(size=base.shape) < np.where(rng.uniform(size=(len(base), 1)) < 0.5, 1.0, 1.5 / num_dims)
         result = base + moved * radius * rng.standard_normal(base.shape)
         for column, axis in enumerate(self.encoding.axes):

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.search.acquisition import Candidates
 from autotune.search.encoding import ABSENT, Encoding, Inputs
-from autotune.search.feasible import log_chance_from, tells
+from autotune.search.feasible import log_chance_from
 from autotune.search.forecast import NUMERICS
 from autotune.search.front_model import (
     Cost,
@@ -29,6 +29,7 @@ from autotune.search.front_model import (
     limits_of,
     restricted,
 )
+from autotune.search.hygiene import tells
 from autotune.search.pareto import front
 from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
 from autotune.search.plan_side import OUT_OF_MEMORY, Corrected, corrected

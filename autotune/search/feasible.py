@@ -8,10 +8,9 @@ import numpy as np
 
 from autotune.search.encoding import Encoding, Inputs
 from autotune.search.gp import GaussianProcess, LogNormal, Points, Priors
-from autotune.search.sampler import Observation, SearchState
+from autotune.search.hygiene import tells
+from autotune.search.sampler import SearchState
 
-CHANCE = ("infra", "interrupted")
-"""Failures that say nothing of the candidate."""
 HOPE = 0.8
 """Label expected where nothing is known; trials that ended well have 1, those that failed -1."""
 DOUBT = 0.3
@@ -25,11 +24,6 @@ LAWS = Priors(
 
 LogChance = Callable[[np.ndarray], np.ndarray]
 """Coordinates ``[n, k]`` -> logarithm of the probability to end well, ``[n]``."""
-
-
-def tells(observation: Observation) -> bool:
-    """Whether a trial's end says something of its candidate."""
-    return observation.state in ("ok", "failed") and observation.failure not in CHANCE
 
 
 def log_chance_of(state: SearchState, encoding: Encoding) -> LogChance:

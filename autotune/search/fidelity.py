@@ -17,15 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune.search import pareto
-from autotune.search.hygiene import MEASURED_EXACTLY, violations_of
+from autotune.search.hygiene import MEASURED_EXACTLY, tells, violations_of
 from autotune.search.sampler import Observation, SearchState
 from autotune.space.fidelity import Fidelity
 from autotune.space.objectives import Objective
 
 QUALITY = "quality"
 """The objective that curves are of."""
-CHANCE = ("infra", "interrupted")
-"""Failures that say nothing of the candidate."""
 PRIOR_WEIGHT = 4.0
 """The law's own uncertainty counts as much as so many candidates that went on."""
 SLOPE_SD = 0.3
@@ -67,7 +65,7 @@ class Chain:
     @property
     def known(self) -> Observation | None:
         """The farthest number with values; None without any, or where it failed by its own fault on the way."""
-        if self.last.state == "failed" and self.last.failure not in CHANCE:
+        if self.last.state == "failed" and tells(self.last):
             return None
         measured = [link for link in self.links if link.values is not None]
         return measured[-1] if measured else None

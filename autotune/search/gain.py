@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.search import pareto
-from autotune.search.hygiene import costs_of
+from autotune.search.hygiene import costs_of, tells
 from autotune.search.sampler import Foreseeing, Sampler, SearchState
 
 MIN_WINDOW = 10
@@ -39,14 +39,14 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
 
     The sampler's model says it, where it can tell. Without one it is the mean growth over the last trials,
     ``MIN_WINDOW`` or ``WINDOW_RATIO`` of all: an upper bound where gains fall from trial to trial, as they do on
-    average. Failed trials count: they brought nothing. It is known from the second window on, since gains of the first
-    trials say nothing of later ones.
+    average. Failed trials count, they brought nothing; those that the machines failed don't. It is known from the
+    second window on, since gains of the first trials say nothing of later ones.
     """
     if isinstance(sampler, Foreseeing):
         ratio = sampler.expected_gain(state)
         if ratio is not None:
             return Gain(ratio)
-    ended = [o for o in state.observations if o.state in ("ok", "failed") and o.repeat_of is None]
+    ended = [o for o in state.tried if tells(o) and o.repeat_of is None]
     window = max(MIN_WINDOW, int(WINDOW_RATIO * len(ended)))
     if len(ended) < 2 * window:
         return None

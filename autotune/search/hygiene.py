@@ -20,8 +20,16 @@ far below (0.011 of 2.4 nats on average)."""
 CAP_SPREADS = 4.0
 """Without a prediction: so many times the distance from the best value to the median, beyond the best."""
 
+CHANCE = ("infra", "interrupted")
+"""Failures of the machines: they say nothing of the candidate."""
+
 MEASURED_EXACTLY = ("speed", "memory", "cost", "energy")
 """Objectives that don't diverge: they are not capped."""
+
+
+def tells(observation: Observation) -> bool:
+    """Whether a number's end says something of its candidate; not where the machines failed, nor while it runs."""
+    return observation.state != "running" and observation.failure not in CHANCE
 
 
 def costs_of(
@@ -71,12 +79,13 @@ def violations_of(observations: Sequence[Observation], objectives: Sequence[Obje
 
 def _cap(costs: np.ndarray, predicted: float | None, name: str) -> float:
     known = costs[np.isfinite(costs)]
-    if name in MEASURED_EXACTLY or not len(known):
+    if name in MEASURED_EXACTLY or (not len(known) and predicted is None):
         return np.inf
-    best = float(known.min())
+    best = float(known.min(initial=np.inf))
     if predicted is not None:
         # What was measured counts where the prediction was too low.
-        return max(predicted, best) + (CAP_RATIO - 1) * abs(max(predicted, best))
+        best = max(predicted, best) if len(known) else predicted
+        return best + (CAP_RATIO - 1) * abs(best)
     spread = float(np.median(known)) - best
     return best + CAP_SPREADS * spread if spread > 0 else np.inf
 

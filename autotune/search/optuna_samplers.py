@@ -18,7 +18,7 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISample
 from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autotune.search.hygiene import costs_of, violations_of
+from autotune.search.hygiene import costs_of, tells, violations_of
 from autotune.search.sampler import SearchState
 from autotune.search.uniform import UniformSampler, is_new
 from autotune.space.space import Dimension, Scalar, Space
@@ -116,14 +116,16 @@ def _asked(state: SearchState, sampler: BaseSampler, trials: Sequence[FrozenTria
 
 
 def trials_of(state: SearchState, *, generation_key: str = "", size: int = 0) -> list[FrozenTrial]:
-    """Observations as Optuna's trials: costs to be minimised, violations as constraints.
+    """Observations as Optuna's trials: costs to be minimised, violations as constraints; without those that the
+    machines failed.
 
     Args:
         state: Of the search.
         generation_key: Attribute that a genetic algorithm keeps a trial's generation in.
         size: Trials of a generation. Proposals that were refused are of none.
     """
-    space, observations = state.space, state.observations
+    space = state.space
+    observations = [o for o in state.observations if o.state == "running" or tells(o)]
     distributions = {dimension.name: distribution_of(dimension) for dimension in space.dimensions}
     costs = costs_of(observations, space.objectives, state.predicted_best)
     violations = _telling(violations_of(observations, space.objectives))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.search.agent import Policy, changed, filled, look
-from autotune.search.hygiene import costs_of
+from autotune.search.hygiene import costs_of, tells
 from autotune.search.quality import QUALITY
 from autotune.search.sampler import SearchState
 from autotune.search.simulation import World
@@ -113,7 +113,7 @@ def _wanted(world: World, policy: Policy, state: SearchState, rng: np.random.Gen
     """Coordinates ``[k]`` the agent would try next."""
     num_tried = len(state.tried)
     progress = min(num_tried / (state.num_trials or max(2 * num_tried, LEAST_BUDGET)), 1.0)
-    ended = [o for o in state.tried if o.state != "running"]
+    ended = [o for o in state.tried if tells(o)]
     if not ended:  # several at once before any result: round the start
         return changed(world.start, rng.uniform(-1, 1, world.num_dimensions), progress)
     costs = costs_of(ended, state.space.objectives)

@@ -209,13 +209,15 @@ def check_never_repeats_what_runs(sampler: Sampler) -> None:
 
 
 def check_survives_failures(sampler: Sampler) -> None:
-    """Every trial failed, every proposal was refused, a few of many failed, and all of it at once."""
+    """Every trial failed, by its own fault or the machines', every proposal was refused, a few of many failed, and a
+    mixture of it."""
     space = mixed_space()
     failed = drawn(space, 12, state="failed", failure="oom")
+    lost = drawn(space, 12, state="failed", failure="infra")
     refused = drawn(space, 12, state="refused", failure="constraint")
     mixture = drawn(space, 4, state="failed", failure="nan", after=drawn(space, 12))
     mixture = drawn(space, 2, state="running", after=drawn(space, 3, state="refused", after=mixture))
-    for observations in (failed, refused, mixture):
+    for observations in (failed, lost, refused, mixture):
         _proposed(sampler, state_of(space, observations))
 
 
@@ -240,11 +242,11 @@ def check_survives_bounds(sampler: Sampler) -> None:
 
 
 def check_uses_a_space_up(sampler: Sampler) -> None:
-    """A space of six candidates: each is proposed once, and then nothing."""
-    space = small_space()
-    observations = search(sampler, space, arbitrary(space), MAX_SMALL)
-    keys = [tuple(o.parameters.items()) for o in observations]
-    assert len(set(keys)) == len(keys) == 6
+    """A space of six candidates: each is proposed once, and then nothing; and a space of one."""
+    for space, size in ((small_space(), 6), (CommandSpace("one", (Objective(name="loss"),), (), {"only": 1}), 1)):
+        observations = search(sampler, space, arbitrary(space), MAX_SMALL)
+        keys = [tuple(o.parameters.items()) for o in observations]
+        assert len(set(keys)) == len(keys) == size
 
 
 def check_learns(sampler: Sampler, *, num_trials: int = 40, num_seeds: int = 3) -> None:

@@ -71,6 +71,20 @@ def test_the_excess_is_finite_everywhere(fields: dict[str, Any]) -> None:
     assert (sd > 0).all()
 
 
+def test_a_hyperparameter_that_is_absent_at_a_point_is_at_the_recipes_value_there() -> None:
+    prior = shipped().at(task())
+    points: dict[str, Any] = {
+        "learning_rate": np.array([1e-3, np.nan]),
+        "weight_decay": np.array([np.nan, 0.3]),
+        "schedule": np.array([None, "wsd"], dtype=object),
+    }
+    mean, sd = prior.excess(points)
+    first, _ = prior.excess({"learning_rate": np.array([1e-3])})
+    second, _ = prior.excess({"weight_decay": np.array([0.3]), "schedule": np.array(["wsd"])})
+    assert mean == pytest.approx([first[0], second[0]])
+    assert np.isfinite(sd).all()
+
+
 def test_a_name_it_does_not_know_is_an_error_and_never_ignored() -> None:
     with pytest.raises(KeyError, match="learning_rat"):
         shipped().at(task()).excess({"learning_rat": np.array([1e-3])})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from autotune.prior.risk import CLIFF, careful, cliff_seen
-from autotune.prior.surface import Floats
+from autotune.prior.robust import Floats
 
 pytestmark = pytest.mark.unit
 

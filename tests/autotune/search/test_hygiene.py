@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autotune.search.hygiene import CAP_RATIO, costs_of, violations_of
+from autotune.search.hygiene import CAP_RATIO, costs_of, tells, violations_of
 from autotune.search.sampler import Observation
 from autotune.space.objectives import Objective
 
@@ -49,6 +49,17 @@ def test_failures_get_the_greatest_cost_and_running_ones_none() -> None:
 def test_all_failed_is_finite_too() -> None:
     assert np.isfinite(costs_of(observed(None, None), [QUALITY, SPEED])).all()
     assert costs_of([], [QUALITY]).shape == (0, 1)
+
+
+def test_the_first_failure_costs_more_than_what_was_predicted() -> None:
+    """Where nothing has ended well yet a failure must not look like the best trial there could be."""
+    assert costs_of(observed(None), [QUALITY], {"quality": 2.4}).tolist() == [[pytest.approx(2.4 * CAP_RATIO)]]
+
+
+def test_failures_of_the_machines_tell_nothing() -> None:
+    ends = [Observation(n, "failed", {}, failure=kind) for n, kind in enumerate(("infra", "interrupted", "oom", "nan"))]
+    assert [tells(o) for o in ends] == [False, False, True, True]
+    assert not tells(Observation(4, "running", {}))
 
 
 def test_speed_and_memory_are_not_capped() -> None:
