@@ -28,10 +28,6 @@ elif how == "memory":
 elif how == "children":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     result.write_text('{"loss": 1}')
-elif how == "slow":
-    for _ in range(600):
-        print("step", flush=True)
-        time.sleep(0.1)
 elif how == "hang":
     time.sleep(60)
 elif how == "where":

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.unit
 OpenStudy = Callable[..., Study]
 MakeSpace = Callable[..., tuple[TrainingSpace, Any]]
 
-NUM_TRIALS = 8
+NUM_TRIALS = 6
 
 
 def asked(study: Study) -> Assignment:

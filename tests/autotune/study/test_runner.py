@@ -16,7 +16,7 @@ from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import Stop, end_recorded
 from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
-from autotune.study.runner import engine_command, evidence, run_trial
+from autotune.study.runner import _Watch, engine_command, evidence, run_trial
 from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
 from engine.plan import Plan
@@ -72,15 +72,24 @@ def test_silence_is_a_hang(tmp_path: Path) -> None:
     assert outcome.kind == "hang"
 
 
-def test_silence_until_the_time_limit_is_a_hang(tmp_path: Path) -> None:
-    assert run(tmp_path, "hang", seconds=5.0).kind == "hang"
+def test_the_time_limit_ends_it(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "slow", seconds=3.0)
+    assert "time limit of 3.0s reached" in outcome.detail
 
 
-def test_progress_until_the_time_limit_is_too_slow_and_no_hang(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "slow", seconds=2.0)
-    assert outcome.kind == "interrupted"
-    assert "too slow" in outcome.detail
-    assert outcome.num_steps > 1
+@pytest.mark.parametrize(
+    ("has_begun", "silent_seconds", "kind"),
+    [(True, 1.0, "interrupted"), (True, 9.0, "hang"), (False, 1.0, "hang")],
+)
+def test_progress_until_the_time_limit_is_too_slow_and_silence_a_hang(
+    tmp_path: Path, has_begun: bool, silent_seconds: float, kind: str
+) -> None:
+    watch = _Watch(tmp_path, TrialLimits(seconds=10.0), None)
+    watch.has_begun = has_begun
+    watch.started, watch.last_sign = time.monotonic() - 11.0, time.monotonic() - silent_seconds
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert verdict.kind == kind
 
 
 def test_a_stopped_child_may_say_goodbye(tmp_path: Path) -> None:
