@@ -314,9 +314,9 @@ class Prior:
             words = ("parameters", "tokens", "the share of active parameters")
             sides = [f"{'more' if b > 0 else 'fewer'} {w}" for b, w in zip(beyond[:2], words, strict=False) if b]
             sides += [f"{words[2]} is {'higher' if beyond[2] > 0 else 'lower'}"] if beyond[2] else []
-            factor = math.exp(distance)
+            factor = float(f"{math.exp(distance):.2g}")
             reasons.append(
-                f"the nearest sizes the prior was fitted to are a factor of about {factor:.0f} away"
+                f"the nearest sizes the prior was fitted to are a factor of about {factor:,.0f} away"
                 + (f" ({', '.join(sides)})" if sides else "")
             )
         if task.optimizer not in optimizers:

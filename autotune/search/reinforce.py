@@ -50,6 +50,8 @@ class ReinforceSampler:
 
     def propose(self, state: SearchState) -> dict[str, Scalar] | None:
         """See ``Sampler``."""
+        if not state.space.dimensions:  # nothing to change
+            return UniformSampler().propose(state)
         world, policy = self._trained(state)
         candidates = (state.space.candidate(o.parameters) for o in state.observations)
         known = {candidate.key for candidate in candidates if candidate.is_legal}
