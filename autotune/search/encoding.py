@@ -50,8 +50,7 @@ class Axis:
     def of(cls, dimension: Dimension) -> Axis:
         """The scale a dimension is searched on."""
         if dimension.kind != "categorical":
-            is_log = dimension.kind == "log_float" or bool(getattr(dimension, "log", False))
-            return cls(dimension, None, True, is_log)
+            return cls(dimension, None, True, dimension.kind == "log_float")
         values = [v for v in dimension.values if isinstance(v, int | float) and not isinstance(v, bool)]
         if len(values) < len(dimension.values) or len(values) < 2:
             count = len(dimension.values)
@@ -100,8 +99,7 @@ class Axis:
             result[present] = np.array(self.places)[self._choice(coordinates[present])]
         else:
             low, high = self._range()
-            numbers = self._numbers(coordinates[present])
-            result[present] = ((np.log(numbers) if self.is_log else numbers) - low) / (high - low or 1.0)
+            result[present] = (self._numbers(coordinates[present]) - low) / (high - low or 1.0)
         return result
 
     def _choice(self, coordinates: np.ndarray) -> np.ndarray:
