@@ -83,7 +83,7 @@ class BlackBox:
             return np.asarray(np.log(gain + TINY * np.exp(NEARNESS * np.minimum(near, 0.0))) + chance)
 
         ranked = _pool(self.candidates.maximise(score, on_front, self.rng))
-        return ranked, np.full(len(ranked), max(gains, default=0.0) / max(front.volume, TINY))
+        return ranked, np.full(len(ranked), max(gains, default=0.0))
 
     def chosen(self, pool: Pool, index: int) -> dict[str, Scalar]:
         """See ``Composition.chosen``."""

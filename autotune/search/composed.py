@@ -121,8 +121,8 @@ class Composition:
         return cls(state, rows, encoding, is_free, places, plans, quality, tried, model, rng)
 
     def ranked(self) -> tuple[Pool, np.ndarray]:
-        """Candidates, the most promising first, and the share of the front's volume that each is expected to add to it,
-        ``[m]``."""
+        """Candidates, the most promising first, and the share of the front's box that each is expected to add to what
+        is dominated, ``[m]``."""
         groups = self._groups()
         if self._is_starting:
             pool = self._spread(groups)
@@ -137,7 +137,7 @@ class Composition:
         gain, near = front.improvement(costs, within)
         gain = gain * self._chance(pool)
         order = np.lexsort((-within.mean(axis=0), -near, -gain))
-        return pool.take(order), gain[order] / max(front.volume, 1e-12)
+        return pool.take(order), gain[order]
 
     def chosen(self, pool: Pool, index: int) -> dict[str, Scalar]:
         """A candidate of a pool as values of the active dimensions."""

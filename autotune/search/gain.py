@@ -23,7 +23,7 @@ class Gain:
     """The expected growth of the dominated hypervolume by one more trial."""
 
     ratio: float
-    """As a share of what is dominated now; in the box of the front (``pareto.hypervolume``)."""
+    """As a share of the whole box of the front (``pareto.hypervolume``): at most 1 however little is dominated yet."""
     window: int | None = None
     """It is the mean over so many last trials; None where the sampler's model says it."""
 
@@ -31,7 +31,7 @@ class Gain:
     def text(self) -> str:
         """For people."""
         basis = "by the model" if self.window is None else f"the mean of the last {self.window} trials"
-        return f"one more trial is expected to widen what the trials cover by {100 * self.ratio:.2g} % ({basis})"
+        return f"one more trial is expected to widen the front by {100 * self.ratio:.2g} % of its range ({basis})"
 
 
 def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
@@ -45,7 +45,7 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
     if isinstance(sampler, Foreseeing):
         ratio = sampler.expected_gain(state)
         if ratio is not None:
-            return Gain(ratio)
+            return Gain(min(ratio, 1.0))
     ended = [o for o in state.tried if tells(o) and o.repeat_of is None]
     window = max(MIN_WINDOW, int(WINDOW_RATIO * len(ended)))
     if len(ended) < 2 * window:
@@ -57,7 +57,7 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
         if values is None or any(o.violation(values[o.name]) > 0 for o in objectives):
             costs[row] = np.nan  # no point of the front
     shares = pareto.hypervolume_history(costs, ["minimize"] * len(objectives))
-    return Gain(float(1 - shares[-1 - window] / shares[-1]) / window, window) if shares[-1] > 0 else None
+    return Gain(float(shares[-1] - shares[-1 - window]) / window, window) if shares[-1] > 0 else None
 
 
 def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:

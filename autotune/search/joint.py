@@ -23,6 +23,8 @@ PLAN_OBJECTIVES = {"speed", "memory", *SPEED_FOLLOWERS}
 """What plans decide."""
 MAX_MODELLED = 300
 """Trials beyond which Gaussian processes cost more than they give; tree-structured Parzen estimators go on."""
+LEAST_KNOWN = 3
+"""Trials within all bounds before it is said what one more may bring: fewer tell nothing of the front's range."""
 
 CONTRADICTION = "the trials contradict the prior: the search goes on without it"
 
@@ -51,7 +53,7 @@ class JointSampler:
 
     def expected_gain(self, state: SearchState) -> float | None:
         """See ``Foreseeing``. It costs as much as a proposal; None for one objective that no plan tells, too."""
-        if not any(o.state == "ok" for o in state.tried) or len(state.tried) > MAX_MODELLED or _is_alone(state):
+        if _num_feasible(state) < LEAST_KNOWN or len(state.tried) > MAX_MODELLED or _is_alone(state):
             return None
         _, gain = _front_of(state).ranked()
         return float(gain[0]) if len(gain) and np.isfinite(gain[0]) else None
@@ -73,6 +75,12 @@ def _is_alone(state: SearchState) -> bool:
     """Whether there is one objective, and plans don't tell it."""
     objectives = state.space.objectives
     return len(objectives) == 1 and objectives[0].name not in PLAN_OBJECTIVES
+
+
+def _num_feasible(state: SearchState) -> int:
+    objectives = state.space.objectives
+    measured = [o.values for o in state.tried if o.values is not None]
+    return sum(all(objective.violation(values[objective.name]) <= 0 for objective in objectives) for values in measured)
 
 
 def _front_of(state: SearchState) -> Composition | BlackBox:

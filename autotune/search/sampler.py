@@ -118,8 +118,8 @@ class Foreseeing(Protocol):
     """A sampler that knows what one more trial may bring."""
 
     def expected_gain(self, state: SearchState) -> float | None:
-        """The growth of the hypervolume that one more trial is expected to bring, as a share of what the trials so far
-        dominate; None where it can't tell."""
+        """The growth of the hypervolume that one more trial is expected to bring, as a share of the front's box
+        (``pareto.hypervolume``); None where it can't tell."""
 
 
 def remarks_of(sampler: Sampler, state: SearchState) -> list[str]:

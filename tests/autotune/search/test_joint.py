@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from autotune.search.forecast import Forecast
-from autotune.search.joint import JointSampler
+from autotune.search.gain import expected_gain
+from autotune.search.joint import LEAST_KNOWN, JointSampler
 from autotune.search.pareto import Box, front_box, hypervolume
 from autotune.search.plan_rows import PlanRows
 from autotune.search.plan_side import corrected
@@ -226,12 +227,24 @@ def test_expected_gain_falls_as_the_front_becomes_known() -> None:
     sampler = JointSampler()
     state = state_of()
     assert sampler.expected_gain(state) is None
-    early = search(state, 2)
+    assert sampler.expected_gain(search(state, 2)) is None, "two trials tell nothing of the front's range"
+    early = search(state, 3)
     late = search(early, 12)
     gains = [sampler.expected_gain(s) for s in (early, late)]
     assert gains[0] is not None
     assert gains[1] is not None
     assert 0 <= gains[1] < gains[0]
+
+
+def test_expected_gain_is_a_share_also_where_the_trials_dominate_next_to_nothing() -> None:
+    """Trials beyond the range of the likely front: by what they dominate any gain would be boundless."""
+    dimensions = (Dimension("x", "float", low=-100.0, high=100.0), Dimension("y", "float", low=-100.0, high=100.0))
+    space = Space("curve", (Objective(name="first"), Objective(name="second")), dimensions, {})
+    places = [(-100.0, 99.0), (90.0, -95.0), (99.0, 99.0), (-99.0, -100.0), (80.0, 0.0), (95.0, 60.0), (0.5, 1e-4)]
+    rows = [Observation(n, "ok", {"x": x, "y": y}, curve({"x": x, "y": y})) for n, (x, y) in enumerate(places)]
+    for count in range(LEAST_KNOWN, len(rows) + 1):
+        gain = expected_gain(JointSampler(), SearchState(space, rows[:count], count, 0, 0))
+        assert gain is None or 0 <= gain.ratio <= 1
 
 
 def curve(chosen: Chosen) -> dict[str, float]:
