@@ -87,12 +87,13 @@ class TaskPrior:
         points = {name: _present(values, defaults[name]) for name, values in points.items()}
         coordinates = coordinates_of(self.task, {**best, **points}, num_points)
         places = self._places(coordinates[:, 0], coordinates[:, 1])
-        core = np.maximum(harden(self.surface.mean(places)) - self._lowest, 0.0)
+        surface, fit_sd = self.surface.mean_and_sd(places, self._places(self._centre[:1], self._centre[1:2])[0])
+        core = np.maximum(harden(surface) - self._lowest, 0.0)
         settings = self.recipes.settings_excess(coordinates[:, 2:], self._centre[2:])
         final, final_sd = final_rate_excess(self.task, points, num_points)
         mean = np.exp(self.offset[6]) * (core + settings) + final
         varied = np.array([name in points for name in COORDINATES])
-        return mean, self._sd(coordinates, places, mean, final_sd, varied)
+        return mean, self._sd(coordinates, fit_sd, mean, final_sd, varied)
 
     def loss_level(self) -> tuple[float, float] | None:
         """Loss at the optimum and its standard deviation, nats per token; None where the prior can't tell.
@@ -236,10 +237,9 @@ class TaskPrior:
         settings[warmup] = min(settings[warmup], float(forward("warmup_ratio", MOST_WARMUP)))
         return np.concatenate([[best_x, best_y], settings])
 
-    def _sd(self, coordinates: Floats, places: Floats, mean: Floats, final_sd: Floats, varied: Any) -> Floats:
+    def _sd(self, coordinates: Floats, fit_sd: Floats, mean: Floats, final_sd: Floats, varied: Any) -> Floats:
         """Uncertainty of the excess: of the fit, of where the optimum of what varies lies, of the form, and noise."""
-        origin = self._places(self._centre[:1], self._centre[1:2])[0]
-        fit_sd = self.surface.difference_sd(places, origin) * (1 + mean / SOFTNESS)  # softened back to nats
+        fit_sd = fit_sd * (1 + mean / SOFTNESS)  # softened back to nats
         curvature = np.concatenate([np.exp(2 * self.surface.shape[[0, 2]]), self.recipes.curvature])
         distance = np.abs(coordinates - self._centre)
         moved = curvature * (2 * distance * self.offset_sd[:6] + self.offset_sd[:6] ** 2) * varied

@@ -153,17 +153,24 @@ class Surface:
 
     def mean(self, places: Floats) -> Floats:
         """Softened excess at ``[n, 5]`` places, up to a constant of the task."""
-        shape = soften(raw_shape(self.shape, places[:, 0], places[:, 1]))
-        num_linear = len(self.weights) - len(self._inducing)
-        residual = (
-            _linear(places) @ self.weights[:num_linear] + _matern(places, self._inducing) @ self._inducing_weights
-        )
-        return np.asarray(shape + _fade(places) * residual)
+        return self._mean(places, self._basis(places))
 
     def difference_sd(self, places: Floats, origin: Floats) -> Floats:
         """Standard deviation of ``mean(places) - mean(origin)``, ``[n]``."""
-        change = (self.features(places) - self.features(origin[None])) @ self.factor
-        return np.asarray(np.sqrt((change**2).sum(axis=1)))
+        return self.mean_and_sd(places, origin)[1]
+
+    def mean_and_sd(self, places: Floats, origin: Floats) -> tuple[Floats, Floats]:
+        """``mean`` and ``difference_sd`` at once: both need the same covariances, which take the time."""
+        basis = self._basis(places)
+        change = (basis - self._basis(origin[None])) @ self._basis_factor
+        return self._mean(places, basis), np.asarray(np.sqrt((change**2).sum(axis=1)))
+
+    def _mean(self, places: Floats, basis: Floats) -> Floats:
+        return np.asarray(soften(raw_shape(self.shape, places[:, 0], places[:, 1])) + basis @ self._basis_weights)
+
+    def _basis(self, places: Floats) -> Floats:
+        """``[n, k]``: ``features`` before whitening, which is multiplied into weights and factor once."""
+        return np.asarray(np.hstack([_linear(places), _matern(places, self._inducing)]) * _fade(places)[:, None])
 
     def features(self, places: Floats) -> Floats:
         """``[n, k]`` features of the residual, each with a standard normal weight before the fit."""
@@ -198,8 +205,17 @@ class Surface:
         return np.asarray(np.linalg.inv(np.linalg.cholesky(covariance)).T)
 
     @cached_property
-    def _inducing_weights(self) -> Floats:
-        return np.asarray(self._whitening @ self.weights[len(self.weights) - len(self._inducing) :])
+    def _basis_weights(self) -> Floats:
+        return self._unwhitened(self.weights)
+
+    @cached_property
+    def _basis_factor(self) -> Floats:
+        return self._unwhitened(self.factor)
+
+    def _unwhitened(self, rows: Floats) -> Floats:
+        """What stands before features, as it stands before the basis."""
+        num_linear = len(self.weights) - len(self._inducing)
+        return np.concatenate([rows[:num_linear], self._whitening @ rows[num_linear:]])
 
 
 def _linear(places: Floats) -> Floats:
@@ -218,9 +234,14 @@ def _fade(places: Floats) -> Floats:
 def _matern(left: Floats, right: Floats) -> Floats:
     """Matern-5/2 covariance of ``[n, 5]`` and ``[m, 5]`` places."""
     left, right = left / LENGTHS, right / LENGTHS
-    squared = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None] - 2 * left @ right.T
-    distance = np.sqrt(5 * np.maximum(squared, 0.0))
-    return np.asarray(AMPLITUDE**2 * (1 + distance + distance**2 / 3) * np.exp(-distance))
+    distance = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None] - 2 * left @ right.T
+    np.maximum(distance, 0.0, out=distance)  # the search asks for thousands: in place
+    distance *= 5
+    np.sqrt(distance, out=distance)
+    decay = np.exp(-distance)
+    decay *= 1 + distance * (1 + distance / 3)
+    decay *= AMPLITUDE**2
+    return np.asarray(decay)
 
 
 def _fit_law(runs: CellRuns) -> tuple[Floats, Floats]:
