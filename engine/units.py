@@ -35,8 +35,22 @@ def parse_count(text: str | int | float, *, what: str = "a count") -> int:
     value = found[0] * _COUNT_SUFFIX[found[1]] if found else -1.0
     if value < 0 or value != int(value):
         kind = "a positive whole number" if str(text).strip().startswith("-") else "a whole number"
-        raise UserError(f"{what} must be {kind}, got {text!r}", hint="examples: 4096, 2M (10^6), 4Mi (2^20)")
+        raise UserError(f"{what} must be {kind}, got {text!r}", hint=_count_hint(str(text).strip()))
     return int(value)
+
+
+def _count_hint(text: str) -> str:
+    examples = "examples: 4096, 2M (10^6), 7B (10^9), 1T (10^12), 4Mi (2^20)"
+    given = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]+)", text)
+    if given is None:
+        return examples
+    number, suffix = given.groups()
+    meant = next((known for known in _COUNT_SUFFIX if known.lower() == suffix.lower() != ""), None)
+    if meant == suffix:  # 1.5 of a unit that leaves a fraction
+        return examples
+    if meant is not None:
+        return f"did you mean {number}{meant}? Upper and lower case differ; {examples}"
+    return f"no suffix {suffix!r} is known; {examples}"
 
 
 def parse_tokens(text: str | int | float, *, what: str = "a token count") -> int:

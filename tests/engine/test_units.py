@@ -62,6 +62,17 @@ def test_other_words_are_refused_with_examples(parse, text: str) -> None:
     assert "example" in str(error.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("7b", "did you mean 7B?"), ("1t", "did you mean 1T?"), ("2m", "did you mean 2M?"), ("4mi", "did you mean 4Mi?"),
+     ("5x", "no suffix 'x'"), ("7b", "7B (10^9)"), ("many", "1T (10^12)")],
+)  # fmt: skip
+def test_a_suffix_in_the_wrong_case_is_told_with_the_right_one(text: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        units.parse_count(text)
+    assert told in str(error.value.hint)
+
+
 def test_formats() -> None:
     assert units.format_bytes(3 * 2**30) == "3.00 GiB"
     assert units.format_bytes(2**20) == "1.0 MiB"
