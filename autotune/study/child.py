@@ -22,7 +22,7 @@ from autotune.specs.machine import memory_limit_bytes
 from autotune.study.devices import Devices
 from autotune.study.preflight import engine_environment
 from autotune.study.processes import MARK, end_marked, new_mark, recorded_mark, tree_memory_bytes
-from engine.outcome import Outcome
+from engine.outcome import Outcome, OutcomeKind
 from engine.units import format_bytes
 
 STDOUT_FILE = "stdout.log"
@@ -34,6 +34,17 @@ WATCH_SECONDS = 0.5
 """Time between looks at memory and telemetry."""
 STOP_GRACE_SECONDS = 20.0
 """A child that is asked to end gets so long for its checkpoint."""
+
+OWN_SIGNALS = (
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+)
+"""What a process ends with by a fault of its own; any other signal comes from outside."""
 
 LACKED_MEMORY = "the system ran out of memory and killed a process of the trial"
 
@@ -99,6 +110,18 @@ def run_child(
         child.wait()
     lacked_memory = _num_kernel_oom_kills() > kills_before
     return Ended(decided, child.returncode, lacked_memory, time.time() - started)
+
+
+def end_by_signal(number: int) -> tuple[OutcomeKind, str]:
+    """Kind and detail of a process that was ended by a signal: its own failure, or a fault of the machine.
+
+    Args:
+        number: Of the signal.
+    """
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number in OWN_SIGNALS:
+        return "user", f"it crashed with {name}"
+    return "infra", f"ended by {name} from outside"
 
 
 def end_recorded(folder: Path) -> int:

@@ -26,6 +26,7 @@ from autotune.study.child import (
     STDOUT_FILE,
     Ended,
     Stop,
+    end_by_signal,
     end_recorded,
     last_line,
     run_child,
@@ -164,7 +165,8 @@ def _told(folder: Path, ended: Ended, objectives: tuple[Objective, ...]) -> Outc
         if ended.lacked_memory:
             return Outcome(kind="oom", detail=LACKED_MEMORY)
         if ended.status < 0:
-            return Outcome(kind="infra", detail=f"ended by {signal.Signals(-ended.status).name} from outside")
+            kind, detail = end_by_signal(-ended.status)
+            return Outcome(kind=kind, detail=detail)
         line = last_line(folder / STDOUT_FILE)
         is_memory = line.partition(":")[0].rpartition(".")[2] in MEMORY_ERRORS
         return Outcome(kind="oom" if is_memory else "user", detail=f"exit status {ended.status}: {line}")

@@ -21,7 +21,7 @@ from typing import Any
 from autotune.space.objectives import Objective
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
-from autotune.study.child import POLL_SECONDS, Stop
+from autotune.study.child import POLL_SECONDS, Stop, end_by_signal
 from autotune.study.function_executor import TrialFunction, call
 from autotune.study.processes import tree_memory_bytes
 from engine.errors import UserError
@@ -162,7 +162,8 @@ def _run(worker: _Worker, assignment: Assignment, limits: TrialLimits, stop: Cal
         worker.process.join()
         status = worker.process.exitcode
         if status is not None and status < 0:
-            return Outcome(kind="infra", detail=f"its process was ended by {signal.Signals(-status).name}")
+            kind, detail = end_by_signal(-status)
+            return Outcome(kind=kind, detail=detail)
         return Outcome(kind="user", detail=f"its process ended with exit status {status}")
 
 

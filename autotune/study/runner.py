@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,17 @@ from pathlib import Path
 
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
-from autotune.study.child import LACKED_MEMORY, STDOUT_FILE, Stop, end_recorded, last_line, run_child, start_child
+from autotune.study.child import (
+    LACKED_MEMORY,
+    OWN_SIGNALS,
+    STDOUT_FILE,
+    Stop,
+    end_by_signal,
+    end_recorded,
+    last_line,
+    run_child,
+    start_child,
+)
 from autotune.study.command_runner import program_evidence
 from autotune.study.devices import Devices
 from engine.atomic import make_folder, write_text
@@ -177,7 +188,7 @@ def _start(
 
 def _told_by_child(folder: Path, status: int) -> Outcome:
     """The outcome of a child that ended by itself: the most telling of its ranks' failures, its own word, or its exit
-    status. A signal or an interruption that nobody here asked for is a fault of the machine."""
+    status. A signal from outside or an interruption that nobody here asked for is a fault of the machine."""
     kind: OutcomeKind
     outcome = read_outcome(folder)
     if outcome is not None and outcome.kind == "ok":
@@ -190,7 +201,9 @@ def _told_by_child(folder: Path, status: int) -> Outcome:
     last_said = last_line(folder / STDOUT_FILE)
     kind = "infra"
     if status < 0:
-        detail = f"ended by {signal.Signals(-status).name} from outside"
+        kind, detail = end_by_signal(-status)
+    elif crash := _crash_of_rank(last_said):
+        kind, detail = "user", crash
     elif outcome is not None and outcome.kind == "interrupted":
         detail = f"ended from outside: {outcome.detail}"
     elif causes:
@@ -202,6 +215,15 @@ def _told_by_child(folder: Path, status: int) -> Outcome:
     else:
         detail = f"exit status {status} without an outcome: {last_said}"
     return (outcome or Outcome(kind=kind)).changed(kind=kind, detail=detail)
+
+
+def _crash_of_rank(line: str) -> str:
+    """What the line says in which torchrun tells a rank's end, if it crashed by itself; else nothing. SIGABRT tells
+    nothing there: collectives end a rank with it when they lose another."""
+    found = re.match(r"exitcode\s*:\s*-(\d+)", line)
+    if found is None or int(found[1]) not in {*OWN_SIGNALS} - {signal.SIGABRT}:
+        return ""
+    return f"a rank crashed with {signal.Signals(int(found[1])).name}"
 
 
 def _completed(outcome: Outcome, watch: _Watch, wall_seconds: float) -> Outcome:

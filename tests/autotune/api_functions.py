@@ -27,6 +27,10 @@ def breaks(x: float, kind: str, trial: Any) -> float:
     return x
 
 
+def aborts(x: float, kind: str) -> float:
+    os.abort()
+
+
 @autotune.tune(SPACE, {"loss": "minimize"}, trials=4, sampler="random")
 def tuned(x: float, kind: str) -> dict[str, float]:
     return {"loss": x, "process": os.getpid()}

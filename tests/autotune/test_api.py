@@ -264,6 +264,12 @@ def test_worker_processes_keep_a_crash_to_its_trial(functions: ModuleType) -> No
 
 
 @pytest.mark.dist
+def test_a_crash_of_the_function_is_its_own_failure(functions: ModuleType) -> None:
+    (result,) = study().run(functions.aborts, trials=1, processes=True).trials
+    assert (result.state, result.detail) == ("user", "it crashed with SIGABRT")
+
+
+@pytest.mark.dist
 def test_a_decorated_function_runs_in_worker_processes(functions: ModuleType) -> None:
     assert functions.tuned(0.5, "a")["loss"] == 0.5
     processes = {result.metrics["process"] for result in functions.tuned.run(processes=True).trials}

@@ -60,6 +60,11 @@ def main() -> int:
         raise RuntimeError("something broke")
     elif mode == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif mode == "abort":
+        os.abort()
+    elif mode == "rank-killed":  # as torchrun tells it
+        print(f"  exitcode  : -{rest[0]} (pid: 7)\n  error_file: <N/A>", file=sys.stderr)
+        return 1
     elif mode == "memory":
         block = bytearray(600 * 2**20)
         block[::4096] = b"x" * len(block[::4096])

@@ -38,7 +38,7 @@ CONFIG = parse(
 
 def run(folder: Path, mode: str, **limits: float) -> Outcome:
     values = {"seconds": 50.0, "heartbeat_seconds": 40.0} | limits
-    return run_trial(CONFIG, folder, limits=TrialLimits(**values), command=[sys.executable, FAKE, mode])
+    return run_trial(CONFIG, folder, limits=TrialLimits(**values), command=[sys.executable, FAKE, *mode.split()])
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,10 @@ def run(folder: Path, mode: str, **limits: float) -> Outcome:
         ("rank-oom", "oom", "out of memory"),
         ("crash", "infra", "something broke"),
         ("killed", "infra", "SIGKILL"),
+        ("abort", "user", "it crashed with SIGABRT"),
+        ("rank-killed 11", "user", "a rank crashed with SIGSEGV"),
+        ("rank-killed 6", "infra", "exitcode"),
+        ("rank-killed 9", "infra", "exitcode"),
     ],
 )
 def test_ends_of_the_child_are_told_apart(tmp_path: Path, mode: str, kind: OutcomeKind, detail: str) -> None:
