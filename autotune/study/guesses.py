@@ -7,7 +7,9 @@ would make the first trials something else than what was asked for.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,15 @@ from engine.yaml_file import read_yaml
 
 SECTIONS = ("plan", "hyperparameters")
 """Parts of a run file that a sweep searches; what else is in it (model, data, length) is the space's."""
+MAX_MEMBERS = 64
+"""Values of a dimension that stand in for what a guess leaves out."""
+MAX_COMPLETIONS = 2000
+"""Candidates looked at for a legal one."""
 
 
 def read_guesses(paths: Iterable[Path], space: Space) -> list[dict[str, Scalar]]:
-    """The guesses in files: each a run file, a mapping of values by name, or a list of such mappings.
+    """The guesses in files: each a run file, a choice written by ``autotune apply``, a mapping of values by name, or a
+    list of such mappings.
 
     Raises:
         UserError: A value that is not in the space, with its file.
@@ -41,6 +48,8 @@ def read_guesses(paths: Iterable[Path], space: Space) -> list[dict[str, Scalar]]
                 )
             if isinstance(space, TrainingSpace) and "model" in data and "workload" in data:
                 data = _values_of_run(parse(RunConfig, data, document=document))
+            elif {"picked", "values"} <= data.keys() and isinstance(data["values"], dict):  # what 'apply' writes
+                data = data["values"]
             guesses.append(guess_of(data, space, where=str(path)))
     return guesses
 
@@ -50,43 +59,81 @@ def guess_of(values: Mapping[str, Any], space: Space, *, where: str = "") -> dic
 
     Args:
         values: Name -> value, dotted (``plan.tp``) or in sections (``plan: {tp: 2}``). Parallel degrees may be named
-            one by one. What is left out has its default, which then has to be in the space.
+            one by one. What is left out has its default, or the value of the space that is nearest to it; where the
+            candidate is not legal so, one or two of these are changed.
         space: The space.
         where: Place for messages.
 
     Raises:
-        UserError: An unknown name, a value that is not in the space or not the one that is fixed there, a name that is
-            missing, or a candidate that a rule refuses.
+        UserError: An unknown name, a value that is not in the space or not the one that is fixed there, or a candidate
+            that a rule refuses.
     """
     given = _flat(values)
     known = space.names({})
     dimensions = {dimension.name: dimension for dimension in space.dimensions}
-    _check_names(given, {*known, *dimensions}, where)
-    if MESH in dimensions and MESH not in given:
-        given = _with_mesh(given, known, dimensions[MESH], where)
-    chosen: dict[str, Scalar] = {}
-    for dimension in space.dimensions:
-        if space.is_active(dimension, chosen):
-            chosen[dimension.name] = _value(dimension, given, known, where)
-    for name in given.keys() - dimensions.keys():
+    _check_names(given, {*known, *dimensions}, dimensions, where)
+    degrees = {name: given[name] for key in MESH_FIELDS if (name := f"plan.{key}") in given}
+    options: dict[str, list[Scalar]] = {}
+    for name, dimension in dimensions.items():
+        if name in given:
+            # A run file also says what has its default because it has no effect.
+            is_default = name in known and _same(given[name], known[name])
+            options[name] = [given[name] if is_default else _value(dimension, given[name], where)]
+        elif name == MESH and isinstance(space, TrainingSpace):
+            options[name] = _meshes(space, dimension, degrees, known, where)
+        else:
+            options[name] = _members(dimension, _default(name, known))
+    told = set(degrees) if MESH in dimensions and MESH not in given else set()
+    for name in given.keys() - dimensions.keys() - told:
         if not _same(given[name], known.get(name)):
             raise UserError(
                 f"the guess has {name} = {given[name]!r}, the space has {known.get(name)!r} and does not search it",
                 hint=f"leave {name} out of the guess, or search it: a list with both values",
                 where=where,
             )
-    for name in dimensions.keys() & given.keys() - chosen.keys():
-        if not _same(given[name], known.get(name)):
+    asked = {name: value for name, value in given.items() if name in dimensions and not _same(value, known.get(name))}
+    problem = None
+    for chosen in itertools.islice(_completions(space, options), MAX_COMPLETIONS):
+        error = _problem(space, chosen, asked, dimensions, where)
+        if error is None:
+            return chosen
+        problem = problem or error
+    assert problem is not None, "every space has a candidate to look at"
+    taken = [f"{name} = {options[name][0]}" for name in dimensions if name not in given and len(options[name]) > 1]
+    if taken:
+        problem.hint = f"{problem.hint}; what the guess does not say was taken as {', '.join(taken)}"
+    raise problem
+
+
+def _completions(space: Space, options: Mapping[str, Sequence[Scalar]]) -> Iterator[dict[str, Scalar]]:
+    """Chosen values: the first option of each name, then others for one name, then for two."""
+    first = {name: values[0] for name, values in options.items()}
+    for num_changed in range(3):
+        for names in itertools.combinations([name for name, values in options.items() if len(values) > 1], num_changed):
+            for values in itertools.product(*(options[name][1:] for name in names)):
+                yield space.active(first | dict(zip(names, values, strict=True)))
+
+
+def _problem(
+    space: Space,
+    chosen: Mapping[str, Scalar],
+    asked: Mapping[str, Any],
+    dimensions: Mapping[str, Dimension],
+    where: str,
+) -> UserError | None:
+    """Why chosen values are no candidate that tries what was asked for."""
+    for name, value in asked.items():
+        if name not in chosen:
             condition = dimensions[name].when
-            raise UserError(
-                f"{name} = {given[name]!r} would have no effect beside the guess's other values",
+            return UserError(
+                f"{name} = {value!r} would have no effect beside the guess's other values",
                 hint=f"leave it out: it is searched only when {condition.text}" if condition else "leave it out",
                 where=where,
             )
     candidate = space.candidate(chosen)
-    if not candidate.is_legal:
-        raise UserError(f"the guess is not legal: {candidate.reason}", hint="correct it, or leave it out", where=where)
-    return chosen
+    if candidate.is_legal:
+        return None
+    return UserError(f"the guess is not legal: {candidate.reason}", hint="correct it, or leave it out", where=where)
 
 
 def _values_of_run(run: RunConfig) -> dict[str, Any]:
@@ -104,51 +151,70 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _check_names(given: Iterable[str], known: set[str], where: str) -> None:
+def _check_names(given: Iterable[str], known: set[str], searched: Iterable[str], where: str) -> None:
     for name in given:
         if name in known:
             continue
         tails = [other for other in sorted(known) if other.rpartition(".")[2] == name]
         close = tails or difflib.get_close_matches(str(name), sorted(known), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"names are {', '.join(sorted(known))}"
+        hint = f"did you mean {close[0]}?" if close else f"the space searches {', '.join(searched)}"
         raise UserError(f"a guess can't set {name!r}: the space has no such name", hint=hint, where=where)
 
 
-def _with_mesh(given: Mapping[str, Any], known: Mapping[str, Any], mesh: Dimension, where: str) -> dict[str, Any]:
-    """Parallel degrees as the one word that stands for them."""
-    names = {f"plan.{key}": key for key in MESH_FIELDS}
-    degrees = {key: given.get(name, known[name]) for name, key in names.items()}
-    word = mesh_word(degrees)
-    if not mesh.contains(word):
+def _meshes(
+    space: TrainingSpace, mesh: Dimension, degrees: Mapping[str, Any], known: Mapping[str, Any], where: str
+) -> list[Scalar]:
+    """The words for parallel degrees that agree with the given ones, the one with defaults for the others first."""
+    wanted = mesh_word({key: degrees.get(f"plan.{key}", known[f"plan.{key}"]) for key in MESH_FIELDS})
+    fit = [
+        word
+        for word in map(str, mesh.values)
+        if all(space.meshes[word][name.removeprefix("plan.")] == degree for name, degree in degrees.items())
+    ]
+    if not fit:
         raise UserError(
-            f"the guess's parallel degrees are {word}, which is not in the space",
+            f"the guess's parallel degrees are {wanted}, which is not in the space",
             hint=f"the space has {', '.join(map(str, mesh.values))}",
             where=where,
         )
-    return {name: value for name, value in given.items() if name not in names} | {MESH: word}
+    return sorted(fit, key=lambda word: word != wanted)
 
 
-def _value(dimension: Dimension, given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Scalar:
-    name = dimension.name
-    choices = dimension.choices()
-    if name in given:
-        value = given[name]
-    elif choices is not None and len(choices) == 1:
-        return choices[0]
-    elif (value := _default(name, known)) is None or not dimension.contains(_as_number(dimension, value)):
-        raise UserError(
-            f"the guess does not say {name}, and its default is not in the space",
-            hint=f"add it: {dimension.describe()}",
-            where=where,
-        )
+def _value(dimension: Dimension, value: Any, where: str) -> Scalar:
     number: Scalar = _as_number(dimension, value)
     if dimension.contains(number):
         return number
     raise UserError(
-        f"the guess has {name} = {value!r}, which is not in the space: {dimension.describe()}",
+        f"the guess has {dimension.name} = {value!r}, which is not in the space: {dimension.describe()}",
         hint=_nearest(dimension, value),
         where=where,
     )
+
+
+def _members(dimension: Dimension, default: Any) -> list[Scalar]:
+    """Values of a dimension for what a guess leaves out: the default or the nearest to it first, without a default the
+    middle of a range or the first of a list; then the others, where they are few."""
+    choices = dimension.choices()
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if choices is None:
+        is_log = dimension.kind == "log_float"
+        middle = (dimension.low * dimension.high) ** 0.5 if is_log else (dimension.low + dimension.high) / 2
+        return [min(max(float(default), dimension.low), dimension.high) if is_number else middle]
+    if is_number and dimension.kind == "int":
+        place = round((default - dimension.low) / dimension.step)
+        first = min(max(place, 0), len(choices) - 1)
+    elif dimension.kind == "int":
+        first = len(choices) // 2
+    elif dimension.contains(default):
+        first = next(row for row, choice in enumerate(choices) if type(choice) is type(default) and choice == default)
+    elif is_number:
+        distances = [abs(c - default) if isinstance(c, int | float) else math.inf for c in choices]
+        first = distances.index(min(distances))
+    else:
+        first = 0
+    if len(choices) > MAX_MEMBERS:
+        return [choices[first]]
+    return [choices[first], *(choice for row, choice in enumerate(choices) if row != first)]
 
 
 def _default(name: str, known: Mapping[str, Any]) -> Any:

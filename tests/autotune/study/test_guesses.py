@@ -17,6 +17,7 @@ from autotune.study.study import Nothing, Study, load_snapshot
 from engine.config import dump_run
 from engine.errors import UserError
 from engine.outcome import Outcome
+from engine.yaml_file import dump_yaml
 
 pytestmark = pytest.mark.unit
 
@@ -62,9 +63,53 @@ def test_what_is_left_out_has_its_default_where_that_is_in_the_space(make_space:
     assert chosen["plan.mesh"] == "single"
     assert chosen["hyperparameters.learning_rate"] == space.base_run().hyperparameters.learning_rate
     narrow, _ = make_space("space.hyperparameters.learning_rate={log_float: [5e-3, 1e-2]}")
-    with pytest.raises(UserError, match=r"does not say hyperparameters\.learning_rate") as raised:
-        guess_of({"hyperparameters.global_batch_size": 8}, narrow)
-    assert "0.005 to 0.01" in (raised.value.hint or "")
+    assert guess_of({"hyperparameters.global_batch_size": 8}, narrow)["hyperparameters.learning_rate"] == 5e-3
+
+
+def test_what_is_left_out_is_completed_to_a_legal_candidate(make_space: MakeSpace) -> None:
+    """The values of the space nearest to the defaults, and others where these are not legal together."""
+    space, _ = make_space(
+        "space.plan.micro_batch_size=[2, 4]", "space.constraints=['plan.dp * plan.micro_batch_size == 4']"
+    )
+    chosen = guess_of({"hyperparameters.learning_rate": 1e-3}, space)
+    assert (chosen["plan.mesh"], chosen["plan.micro_batch_size"]) in (("single", 4), ("dp2", 2))
+    assert guess_of({"plan": {"dp_shard": 2}}, space)["plan.micro_batch_size"] == 2
+    with pytest.raises(UserError, match=r"does not hold: plan\.dp \* plan\.micro_batch_size == 4") as raised:
+        guess_of({"plan": {"dp_shard": 1, "micro_batch_size": 2}}, space)
+    assert "hyperparameters.global_batch_size = " in (raised.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("guess", "message"),
+    [
+        ({"hyperparameters": {"learning_rate": "fast"}}, "hyperparameters.learning_rate = 'fast'"),
+        ({"hyperparameters": {"learning_rate": 0.5}}, "hyperparameters.learning_rate = 0.5"),
+        ({"plan": {"tp": 2}}, "degrees are tp2"),
+    ],
+)
+def test_the_real_mistake_is_told_and_not_what_is_left_out(
+    make_space: MakeSpace, guess: dict[str, Any], message: str
+) -> None:
+    space, _ = make_space("space.plan.micro_batch_size=[2, 4]")
+    with pytest.raises(UserError) as raised:
+        guess_of(guess, space)
+    assert message in raised.value.message
+
+
+def test_a_condition_that_a_guess_needs_is_chosen_for_it(make_space: MakeSpace) -> None:
+    space, _ = make_space(
+        "space.hyperparameters.schedule=[cosine, wsd]", "space.hyperparameters.decay_ratio=[0.3, 0.4]"
+    )
+    assert guess_of({"hyperparameters.decay_ratio": 0.4}, space)["hyperparameters.schedule"] == "wsd"
+
+
+def test_what_apply_wrote_is_a_guess(tmp_path: Path) -> None:
+    space = Space(
+        "plain", (Objective(name="loss"),), (Dimension("lr", "log_float", low=1e-4, high=1.0),), {"mode": "a"}
+    )
+    choice = {"study": "plain", "trial": 3, "picked": "knee", "values": {"mode": "a", "lr": 0.01}, "measured": {}}
+    (tmp_path / "best.yaml").write_text(dump_yaml(choice))
+    assert read_guesses([tmp_path / "best.yaml"], space) == [{"lr": 0.01}]
 
 
 @pytest.mark.parametrize(
