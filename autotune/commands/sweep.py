@@ -104,7 +104,7 @@ def command(
     """Run a tuning sweep over layouts and hyperparameters. The same command goes on with it where it was."""
     from rich.console import Console
 
-    from autotune.prior.rows import default_rows_file, read_rows
+    from autotune.prior.rows import default_rows_file, read_rows, rows_of_others
     from autotune.search.forecast import Forecast
     from autotune.search.warm_start import task_prior_of
     from autotune.space.command import CommandSpace
@@ -170,7 +170,7 @@ def command(
             num_trials=num_trials,
             seed=seed,
             forecast=forecast,
-            task_prior=task_prior_of(loaded, read_rows(default_rows_file())) if prior else None,
+            task_prior=task_prior_of(loaded, rows_of_others(read_rows(default_rows_file()), folder)) if prior else None,
             guesses=guesses,
             enough=enough,
         )

@@ -220,7 +220,14 @@ def group_rows(rows: Sequence[MetaRow]) -> list[Group]:
         if row.loss is None and row.status not in FAILED:
             continue
         task = row.task
-        key = (row.study, task.num_parameters, task.num_active_parameters, task.total_tokens, task.optimizer)
+        key = (
+            row.study,
+            row.folder,
+            task.num_parameters,
+            task.num_active_parameters,
+            task.total_tokens,
+            task.optimizer,
+        )
         by_key.setdefault(key, []).append(row)
     groups = [_group(members) for members in by_key.values() if sum(row.status == "ok" for row in members) >= 2]
     return groups

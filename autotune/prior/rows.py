@@ -26,6 +26,8 @@ class MetaRow(Schema):
     """Version of this file format."""
     study: str = Field(min_length=1)
     """Where it comes from: a study's name, or a table's."""
+    folder: str = ""
+    """That study's folder; empty where it is not known."""
     trial: int = Field(ge=0)
     """Its number there."""
     task: Task
@@ -49,6 +51,15 @@ class MetaRow(Schema):
         if self.status == "ok" and self.loss is None:
             raise ValueError("loss must be given where status is ok")
         return self
+
+    def is_of(self, study: str, folder: str) -> bool:
+        """Whether it is a trial of the study of this name in this folder.
+
+        Where either folder is not known, or the row's is gone (the study was moved), the name decides.
+        """
+        if self.study != study:
+            return False
+        return not self.folder or not folder or self.folder == folder or not Path(self.folder).exists()
 
 
 def default_rows_file() -> Path:
@@ -82,14 +93,24 @@ def read_rows(path: Path) -> list[MetaRow]:
     return rows
 
 
+def rows_of_others(rows: Iterable[MetaRow], study_folder: Path) -> list[MetaRow]:
+    """Rows that are not of the study in a folder: no study is to be predicted from its own trials."""
+    folder = study_folder.absolute()
+    return [row for row in rows if not row.is_of(folder.name, str(folder))]
+
+
 def add_rows(path: Path, rows: Iterable[MetaRow]) -> int:
-    """Append the rows that are not in the file yet (by study and trial).
+    """Append the rows that are not in the file yet (by study, its folder, and trial).
 
     Returns:
         How many were appended.
     """
-    known = {(row.study, row.trial) for row in read_rows(path)}
-    new = [row for row in rows if (row.study, row.trial) not in known]
+    known: dict[tuple[str, int], list[MetaRow]] = {}
+    for row in read_rows(path):
+        known.setdefault((row.study, row.trial), []).append(row)
+    new = [
+        row for row in rows if not any(k.is_of(row.study, row.folder) for k in known.get((row.study, row.trial), ()))
+    ]
     make_folder(path.parent)
     for row in new:
         _append(path, row, sync=row is new[-1])

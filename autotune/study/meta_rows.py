@@ -21,11 +21,11 @@ def meta_rows(snapshot: StudySnapshot) -> list[MetaRow]:
     trials whose run file is gone, those cut short before the end of their schedule, and those under muP relative to
     another size: their learning rate is not that of what was trained.
     """
-    rows = [_row(snapshot.name, row) for row in snapshot.trials if row.repeat_of is None]
+    rows = [_row(snapshot, row) for row in snapshot.trials if row.repeat_of is None]
     return [row for row in rows if row is not None]
 
 
-def _row(study: str, trial: TrialRow) -> MetaRow | None:
+def _row(study: StudySnapshot, trial: TrialRow) -> MetaRow | None:
     outcome = trial.outcome
     if outcome is None or outcome.kind not in QUALITY_KINDS or trial.folder is None:
         return None
@@ -40,7 +40,8 @@ def _row(study: str, trial: TrialRow) -> MetaRow | None:
     if not is_standard(run.hyperparameters, run.model):
         return None
     return MetaRow(
-        study=study,
+        study=study.name,
+        folder=str(study.folder.absolute()),
         trial=trial.number,
         task=Task.of_run(run),
         hyperparameters=hyperparameters_of(run),

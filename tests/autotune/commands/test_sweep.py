@@ -16,12 +16,14 @@ from rich.console import Console
 
 from autotune.cli import main
 from autotune.commands.sweep_view import SweepView
+from autotune.prior.rows import ROWS_VARIABLE, MetaRow
 from autotune.space.grammar import load_space
 from autotune.space.objectives import Objective
 from autotune.specs.cluster import ClusterSpec
 from autotune.study.assignment import Assignment
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from autotune.study.study import Study, load_snapshot
+from engine.errors import UserError
 from engine.outcome import Outcome
 from engine.yaml_file import dump_yaml
 
@@ -143,7 +145,10 @@ def test_unknown_studies_end_in_one_message(space: Path, capsys: pytest.CaptureF
     assert "no studies" in capsys.readouterr().out
 
 
-def test_a_sweep_of_real_training_and_what_studies_say_of_it(space: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_of_real_training_and_what_studies_say_of_it(
+    space: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ROWS_VARIABLE, "rows.jsonl")
     Path("guess.yaml").write_text("hyperparameters: {learning_rate: 2e-3, global_batch_size: 4}\n")
     guess = ("--try", "guess.yaml", "--enough", "0.01")
     result = run_json(capsys, "sweep", str(space), "--trials", "1", "--repeat-best", "1", *guess)
@@ -165,6 +170,18 @@ def test_a_sweep_of_real_training_and_what_studies_say_of_it(space: Path, capsys
     assert main(["studies", "show", "small"]) == 0
     assert "Pareto front" in capsys.readouterr().out
     assert run_json(capsys, "studies", "stop", "small") == {"study": "small", "was_running": False}
+
+    assert run_json(capsys, "prior", "add", "small")["num_added"] == 1
+    seen: list[int] = []
+
+    def condition(space: object, rows: list[MetaRow]) -> None:
+        seen.append(len(rows))
+        raise UserError("nothing more is run")
+
+    monkeypatch.setattr("autotune.search.warm_start.task_prior_of", condition)
+    for name in ("small", "another"):
+        assert main(["sweep", str(space), "--trials", "1", "--study", name]) == 2
+    assert seen == [0, 1], "a study learns nothing from its own rows, another one does"
 
 
 def test_ctrl_c_ends_the_children_and_says_how_to_go_on(space: Path, tmp_path: Path, repo_root: Path) -> None:

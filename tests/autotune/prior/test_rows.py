@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from autotune.prior.rows import ROWS_VARIABLE, MetaRow, add_rows, default_rows_file, read_rows, remove_rows
+from autotune.prior.rows import (
+    ROWS_VARIABLE,
+    MetaRow,
+    add_rows,
+    default_rows_file,
+    read_rows,
+    remove_rows,
+    rows_of_others,
+)
 from autotune.prior.task import Task
 from engine.errors import UserError
 
@@ -59,6 +67,29 @@ def test_a_study_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     assert remove_rows(path, "mine") == 2
     assert [r.study for r in read_rows(path)] == ["other"]
     assert remove_rows(path, "mine") == 0
+
+
+def test_a_study_is_never_predicted_from_its_own_rows(tmp_path: Path) -> None:
+    """Its own: by name and folder, and by name alone where the folder is not known or the study was moved."""
+    swept, elsewhere = tmp_path / "a" / "mine", tmp_path / "b" / "mine"
+    elsewhere.mkdir(parents=True)
+    rows = [
+        row(0, folder=str(swept)),
+        row(1),
+        row(2, folder=str(tmp_path / "gone" / "mine")),
+        row(3, folder=str(elsewhere)),
+        row(4, "other"),
+    ]
+    assert [r.trial for r in rows_of_others(rows, swept)] == [3, 4]
+
+
+def test_studies_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    path, folders = tmp_path / "rows.jsonl", [tmp_path / "a" / "mine", tmp_path / "b" / "mine"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        assert add_rows(path, [row(0, folder=str(folder))]) == 1
+        assert add_rows(path, [row(0, folder=str(folder))]) == 0
+    assert len(read_rows(path)) == 2
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def snapshot(folder: Path, *trials: TrialRow) -> StudySnapshot:
 def test_a_trial_becomes_a_row_with_task_and_hyperparameters(tmp_path: Path) -> None:
     (row,) = meta_rows(snapshot(tmp_path, trial(tmp_path, 3)))
     assert (row.study, row.trial, row.loss, row.status) == ("mine", 3, 3.5, "ok")
+    assert row.folder == str(tmp_path)
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
     assert row.task.num_parameters == layers  # neither embedding nor head
     assert (row.task.total_tokens, row.task.sequence_length, row.task.family) == (60_000, 128, "dense")
