@@ -16,7 +16,7 @@ from pydantic import Field
 from autotune.paths import check_name
 from autotune.space.command import CommandSpace
 from autotune.space.expression import Expression, parse_expression
-from autotune.space.forms import RANGES, FormReader
+from autotune.space.forms import RANGES, FormReader, range_hint
 from autotune.space.layers import COMMAND, find_space, merge
 from autotune.space.program import FAILURE, OWN_PLACEHOLDERS, Template
 from autotune.space.space import Dimension, Scalar
@@ -119,6 +119,11 @@ def command_space(
     Raises:
         UserError: Any mistake in it.
     """
+    for key, written in space.items():
+        if isinstance(written, tuple) and len(written) == 2 and all(map(_is_number, written)):
+            raise UserError(
+                f"'{key}': the tuple {written!r} may be a range or two values", hint=range_hint(written[0], written[1])
+            )
     data = {"objectives": _plain(objectives), "space": _plain(space), "constraints": list(constraints)}
     data |= {"task": _plain(task)} if task else {}
     return space_of_data(data, name)
@@ -134,12 +139,16 @@ def space_of_data(data: Mapping[str, Any], name: str) -> CommandSpace:
     return _Builder(document, parse(CommandFile, data, document=document)).build(default_name=name)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class _Data:
-    """A place for messages about what stands in no file."""
+    """The place of what stands in no file: messages name the keys themselves."""
 
     def where(self, path: KeyPath = ()) -> str:
-        """The keys that lead there."""
-        return ".".join(map(str, path))
+        """Nothing."""
+        return ""
 
 
 def _plain(value: Any) -> Any:
@@ -240,6 +249,7 @@ class _Builder(FormReader):
         if isinstance(written, list):
             written = {"values": written}
         if not isinstance(written, dict):
+            self.refuse_loose_range(name, written, path)
             return self._scalar(written, path)
         allowed = {"values", *RANGES, "step", "when", "default"}
         for key in written:

@@ -4,6 +4,7 @@ all kinds of spaces share. Mistakes are told with their place."""
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast
 
@@ -20,8 +21,19 @@ RANGES = ("int", "float", "log_float")
 """Forms that have two ends."""
 EXAMPLES = "examples: [1, 2, 4]; {log_float: [1e-4, 1e-2]}; {int: [8, 64], step: 8}"
 
+_NUMBER = r"([-+]?(?:\d+\.\d*|\.?\d+)(?:e[-+]?\d+)?)"
+_LOOSE_RANGE = re.compile(rf"\s*{_NUMBER}\s*(?:\.\.+|…|\bto\b)\s*{_NUMBER}\s*", re.IGNORECASE)
+"""A range as people write it."""
+
 Check = Callable[[Any, KeyPath], Any]
 """From a value and its place to the value as it is used; refuses what is not allowed."""
+
+
+def range_hint(low: object, high: object) -> str:
+    """How a range is written, and how two values are."""
+    form = "int" if all(re.fullmatch(r"[-+]?\d+", str(end)) for end in (low, high)) else "float"
+    others = "log_float" if form == "float" else "float, log_float"
+    return f"a range is {{{form}: [{low}, {high}]}} (or {others}); two values are [{low}, {high}]"
 
 
 class FormReader:
@@ -41,6 +53,17 @@ class FormReader:
             UserError: Always.
         """
         raise UserError(message, hint=hint, where=self.document.where(path))
+
+    def refuse_loose_range(self, name: str, written: Any, path: KeyPath) -> None:
+        """Refuse a word such as ``0..1``, which would be a fixed value.
+
+        Args:
+            name: Of the value.
+            written: As it stands.
+            path: Its place.
+        """
+        if isinstance(written, str) and (found := _LOOSE_RANGE.fullmatch(written)):
+            self.fail(f"'{name}': {written!r} is no range", range_hint(found[1], found[2]), path)
 
     def section(self, name: str, value: Any, allowed: set[str]) -> dict[str, Any]:
         """A mapping that has only allowed keys.

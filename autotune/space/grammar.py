@@ -272,6 +272,7 @@ class _Builder(FormReader):
         if isinstance(written, list) and name != "plan.layers_per_stage":
             written = {"values": written}
         if not isinstance(written, dict):
+            self.refuse_loose_range(name, written, path)
             return self._value(name, written, schema, path)
         forms = {"values", *RANGES, "divisors_of"}
         self.section(f"space.{name}", written, forms | {"step", "when"})

@@ -170,3 +170,33 @@ def test_a_task_may_be_written_with_quantities(tmp_path: Path) -> None:
     space = load_command_space(write(tmp_path, FILE.replace("  num_parameters: 1000000\n", task)))
     assert space.task == {"num_parameters": 10**8, "total_tokens": 2 * 10**9, "sequence_length": 2000}
     assert space.names({})["sequence_length"] == 2000
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        ("0..1", "{int: [0, 1]}"),
+        ("0.0 .. 1.5", "{float: [0.0, 1.5]}"),
+        ("1e-4...1e-1", "{float: [1e-4, 1e-1]}"),
+        ("-1 to 1", "{int: [-1, 1]}"),
+        ((0.0, 1.0), "{float: [0.0, 1.0]}"),
+        ((1, 8), "{int: [1, 8]}"),
+    ],
+)
+def test_a_range_in_other_words_is_no_value_and_the_right_form_is_told(written: Any, right: str) -> None:
+    with pytest.raises(UserError) as error:
+        command_space({"x": written, "y": [1, 2]}, {"loss": "minimize"})
+    assert "'x'" in error.value.message
+    assert right in str(error.value)
+
+
+def test_words_and_tuples_that_are_no_ranges_stay_values() -> None:
+    space = command_space({"x": "1.5", "y": ("a", "b"), "z": (1, 2, 4), "w": "from 1 to 2"}, {"loss": "minimize"})
+    assert space.fixed == {"x": "1.5", "w": "from 1 to 2"}
+    assert [dimension.values for dimension in space.dimensions] == [("a", "b"), (1, 2, 4)]
+
+
+def test_what_stands_in_no_file_is_named_once() -> None:
+    with pytest.raises(UserError) as error:
+        command_space({"y": [1, 2]}, {"loss": "down"})
+    assert str(error.value).count("objectives.loss.direction") == 1
