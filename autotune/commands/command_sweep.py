@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,10 @@ from engine.errors import UserError
 if TYPE_CHECKING:
     from autotune.space.command import CommandSpace
     from autotune.space.program import Program
+    from autotune.space.space import Scalar
 
+GUESSES_TITLE = "tried first"
+EXAMPLES_TITLE = "examples of candidates (the search chooses by what it learns: not these, nor in this order)"
 NUM_SHOWN_CANDIDATES = 5
 MAX_DRAWS = 1000
 """Uniform draws among which a legal candidate must be."""
@@ -41,17 +44,20 @@ def check_program(space: CommandSpace) -> None:
     find_executable(_program(space, chosen))
 
 
-def print_dry_run(space: CommandSpace, seed: int, *, as_json: bool) -> None:
-    """Show what is searched and the commands of the first candidates."""
+def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], seed: int, *, as_json: bool) -> None:
+    """Show what is searched, and the commands of the first guesses and of some candidates."""
     from autotune.search.seeds import derive_seed
 
     candidates = list(itertools.islice(_legal(space, derive_seed(seed, "uniform", 0)), NUM_SHOWN_CANDIDATES))
-    commands = [_program(space, chosen).arguments(Path("TRIAL_FOLDER")) for chosen in candidates]
+    commands, guessed = (
+        [_program(space, chosen).arguments(Path("TRIAL_FOLDER")) for chosen in shown] for shown in (candidates, guesses)
+    )
     if as_json:
         data = {
             "name": space.name,
             "folder": str(space.folder),
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "first_guesses": [dict(guess) for guess in guesses],
             "candidates": candidates,
             "commands": commands,
         }
@@ -69,7 +75,9 @@ def print_dry_run(space: CommandSpace, seed: int, *, as_json: bool) -> None:
     for dimension in space.dimensions:
         dimensions.add_row(escape(dimension.name), escape(dimension.describe()))
     console.print(dimensions)
-    lines = [f"\nthe first candidates, in {space.folder}", *(f"  {shlex.join(command)}" for command in commands)]
+    lines = [f"\nin {space.folder}"]
+    for title, shown in ((GUESSES_TITLE, guessed), (EXAMPLES_TITLE, commands)):
+        lines += [f"\n{title}", *(f"  {shlex.join(command)}" for command in shown)] if shown else []
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -80,7 +88,7 @@ def _legal(space: CommandSpace, seed: int) -> Iterator[dict[str, Any]]:
     return (chosen for chosen in draws if space.candidate(chosen).is_legal)
 
 
-def _program(space: CommandSpace, chosen: dict[str, Any]) -> Program:
+def _program(space: CommandSpace, chosen: Mapping[str, Any]) -> Program:
     program = space.program(chosen, 0)
     assert program is not None, "a space with a command"
     return program

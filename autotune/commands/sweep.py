@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.command_sweep import MAX_DRAWS, NUM_SHOWN_CANDIDATES, check_program, print_dry_run
+from autotune.commands.command_sweep import (
+    EXAMPLES_TITLE,
+    GUESSES_TITLE,
+    MAX_DRAWS,
+    NUM_SHOWN_CANDIDATES,
+    check_program,
+    print_dry_run,
+)
 from autotune.paths import DEFAULT_RUNS, study_folder
 from engine.errors import UserError
 from engine.units import parse_duration
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from autotune.search.forecast import Forecast, Forecasted
     from autotune.space.enumerate import Enumeration
     from autotune.space.objectives import ObjectiveName
+    from autotune.space.space import Scalar
     from autotune.space.training import TrainingSpace
     from autotune.specs.cluster import ClusterSpec
     from autotune.study.driver import Driver
@@ -133,10 +141,10 @@ def command(
     guesses = read_guesses(try_ or (), loaded)
     if dry_run:
         if isinstance(loaded, CommandSpace):
-            print_dry_run(loaded, seed or 0, as_json=as_json)
+            print_dry_run(loaded, guesses, seed or 0, as_json=as_json)
         else:
             assert enumeration is not None
-            _print_dry_run(loaded, enumeration, forecast, seed or 0, as_json=as_json)
+            _print_dry_run(loaded, enumeration, forecast, guesses, seed or 0, as_json=as_json)
         return
     num_trials = trials or loaded.budget.trials
     if num_trials is None and seconds is None:
@@ -177,7 +185,8 @@ def command(
         stack.callback(opened.close)
         if text is not None:
             opened.require_corpus(text.corpus_hash)
-        view = SweepView(console, opened.snapshot(), num_trials, workers, opened.remarks)
+        before = opened.snapshot()
+        view = SweepView(console, before, num_trials, workers, opened.remarks)
         if estimates and not can_estimate:
             view.note(f"nothing is known of {machines.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, placed, view, workers, seconds)
@@ -188,12 +197,13 @@ def command(
             driver.time_limit_seconds = None
             _drive(driver, view)
         snapshot, remarks, gain = opened.snapshot(), opened.remarks(), opened.expected_gain()
+    why = ending_remarks(ending, before, snapshot, num_trials)
     again = shlex.join(["autotune", *sys.argv[1:]])
     if as_json:
-        said = {"remarks": remarks, "expected_gain": None if gain is None else gain.ratio}
+        said = {"remarks": remarks, "ending": why, "expected_gain": None if gain is None else gain.ratio}
         print(json.dumps({**_result(snapshot, chosen), **said}, indent=2))
     else:
-        said_last = [*remarks, *([gain.text] if gain is not None else [])]
+        said_last = [*remarks, *([gain.text] if gain is not None else []), *why]
         _print_end(console, snapshot, ending, chosen, runs_dir, again, said_last)
     if driver.is_stopping:
         raise typer.Exit(STOPPED_EXIT_CODE)
@@ -279,7 +289,13 @@ def _plan_repeats(study: Study, count: int) -> int:
 
 
 def _print_dry_run(
-    space: TrainingSpace, enumeration: Enumeration, forecast: Forecast | None, seed: int, *, as_json: bool
+    space: TrainingSpace,
+    enumeration: Enumeration,
+    forecast: Forecast | None,
+    guesses: Sequence[Mapping[str, Scalar]],
+    seed: int,
+    *,
+    as_json: bool,
 ) -> None:
     from autotune.search.seeds import derive_seed
     from autotune.search.uniform import uniform_draws
@@ -299,6 +315,7 @@ def _print_dry_run(
             "num_left": enumeration.num_legal,
             "removed": removed,
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "first_guesses": [dict(guess) for guess in guesses],
             "candidates": candidates,
             "forecasts": [_forecast_data(space, forecast, chosen) for chosen in candidates] if forecast else None,
         }
@@ -323,7 +340,18 @@ def _print_dry_run(
     for rule, count in removed.items():
         counts.add_row(escape(rule), str(count))
     console.print(counts)
-    console.print("\nthe first candidates")
+    if space.fidelity is not None:
+        rungs = ", ".join(f"{100 * space.fidelity.share(rung):.3g} %" for rung in range(space.fidelity.last + 1))
+        console.print(f"\ntrials grow from part to part of their work: {rungs}", highlight=False)
+    for title, shown in ((GUESSES_TITLE, guesses), (EXAMPLES_TITLE, candidates)):
+        if shown:
+            console.print(f"\n{title}", highlight=False)
+            _print_candidates(console, space, forecast, shown)
+
+
+def _print_candidates(
+    console: Console, space: TrainingSpace, forecast: Forecast | None, candidates: Sequence[Mapping[str, Scalar]]
+) -> None:
     for chosen in candidates:
         run = space.candidate(chosen).run
         assert run is not None
@@ -344,7 +372,7 @@ def _forecast_text(space: TrainingSpace, forecasts: Mapping[ObjectiveName, Forec
     return ", ".join(objective.text(forecasts[objective.name].value) for objective in known)
 
 
-def _one_line(plan: str, chosen: dict[str, Any]) -> str:
+def _one_line(plan: str, chosen: Mapping[str, Scalar]) -> str:
     from autotune.commands.sweep_view import hyperparameter_texts
 
     return " ".join([plan, *hyperparameter_texts(chosen)])
@@ -359,7 +387,6 @@ def _print_end(
     again: str,
     remarks: Sequence[str],
 ) -> None:
-    from autotune.study.study import Nothing
     from reports.forecasts import get_forecasts
     from reports.info import apply_command
     from reports.terminal import front_table
@@ -378,8 +405,6 @@ def _print_end(
             console.print(f"  {forecast.summary}", markup=False, highlight=False)
     for remark in remarks:
         console.print(f"\n{remark}", markup=False, highlight=False)
-    if ending in (Nothing.EXHAUSTED, Nothing.ENOUGH):
-        console.print(f"\n{ending.value}", highlight=False)
     where = [] if runs_dir == DEFAULT_RUNS else ["--runs-dir", str(runs_dir)]
     lines = [f"\nall of it: {snapshot.folder}", "next:"]
     if any(row.feasible for row in snapshot.trials):
@@ -388,6 +413,35 @@ def _print_end(
     if ending is None:
         lines.append(f"  {again}    goes on where it was")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def ending_remarks(
+    ending: Nothing | None, before: StudySnapshot, after: StudySnapshot, num_trials: int | None
+) -> list[str]:
+    """Why a sweep ended, where that is not plain to see: nothing was run, or it ended below its budget.
+
+    Args:
+        ending: Why there is no further trial; None where it was stopped or its time was up.
+        before: The study when the sweep began.
+        after: The study now.
+        num_trials: Trials in total, in full trainings.
+    """
+    from autotune.search.fidelity import TOLERANCE
+    from autotune.study.study import Nothing
+
+    if ending in (Nothing.EXHAUSTED, Nothing.ENOUGH):
+        return [ending.value]
+    if ending is not Nothing.DONE or num_trials is None:
+        return []
+    ended, ended_before = ([row for row in study.trials if row.outcome is not None] for study in (after, before))
+    spent = sum(row.cost for row in ended if row.repeat_of is None)
+    remarks = []
+    if len(ended) == len(ended_before):
+        remarks.append(f"nothing was run: the study has {spent:.4g} trials already; give a larger --trials for more")
+    if num_trials - spent > TOLERANCE:
+        left = f"{num_trials - spent:.4g} of a full training is left"
+        remarks.append(f"ended at {spent:.4g} of {num_trials} trials: {left}, too little to train one more to the end")
+    return remarks
 
 
 def _repeats(snapshot: StudySnapshot, number: int) -> list[RepeatedValue]:
