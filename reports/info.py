@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,11 @@ STATUSES = (
 """What a trial is in a report, in the order of the legend: its place beside the front, or why it has none. ``partial``:
 it was trained on a part of its tokens, to see whether it is worth more."""
 
-ADVICE: dict[OutcomeKind, str] = {
+TOO_SLOW = (
+    "Ended before it was done, as at the time limit of a trial: it counts and is not run again. Where such trials are"
+    " worth their time, raise the limit."
+)
+TRAINING_ADVICE: Mapping[OutcomeKind, str] = {
     "oom": "A search for memory has to find the limit. If most trials end so: lower the largest micro-batch, or add"
     " recompute or sharding to the space.",
     "hang": "A rank stopped answering: look at the trial's stdout.log. If trials are only slow, raise the time limit in"
@@ -48,9 +52,24 @@ ADVICE: dict[OutcomeKind, str] = {
     "diverged": "The loss rose and stayed up: lower the largest learning rate or lengthen the warm-up.",
     "infra": "The machine or a process failed, not the candidate: look at the trial's stdout.log and at"
     " autotune doctor, then run the sweep again.",
-    "user": "The run refused its configuration or data: the message says what to change in the space file.",
-    "interrupted": "Stopped from outside. The same sweep command goes on where it was.",
+    "user": "The run refused its configuration or data, or it crashed: the message says what to change in the space"
+    " file.",
+    "interrupted": TOO_SLOW,
 }
+"""For training runs of the engine."""
+PROGRAM_ADVICE: Mapping[OutcomeKind, str] = {
+    "oom": "It needed more memory than there is, or than the limit of a trial. If most trials end so: narrow the values"
+    " that memory grows with, or state the limit in a constraint.",
+    "hang": "It gave no sign of life until the time limit. If trials are only slow, raise the limit.",
+    "nan": "An objective was no finite number: look at what these values have in common, and narrow the space or add a"
+    " constraint.",
+    "diverged": "It said so itself: look at what these values have in common, and narrow the space.",
+    "infra": "It was ended from outside, or said itself that the machine failed: the values are not to blame. Run the"
+    " sweep again.",
+    "user": "An error of its own, or no result for an objective: the message says what to correct.",
+    "interrupted": TOO_SLOW,
+}
+"""For a user's own program or function."""
 
 
 SIGNIFICANT_DIGITS = 4
@@ -296,6 +315,7 @@ def get_parallel(snapshot: StudySnapshot, *, max_lines: int = 300) -> ParallelIn
 
 def get_failures(snapshot: StudySnapshot) -> tuple[FailureInfo, ...]:
     """Failures by kind, the most frequent first."""
+    advice = PROGRAM_ADVICE if is_program_study(snapshot) else TRAINING_ADVICE
     failed: dict[OutcomeKind, list[TrialRow]] = {}
     num_finished = 0
     for trial in snapshot.trials:
@@ -307,7 +327,7 @@ def get_failures(snapshot: StudySnapshot) -> tuple[FailureInfo, ...]:
         told = next((trial for trial in trials if trial.outcome and trial.outcome.detail), trials[0])
         detail = told.outcome.detail if told.outcome else ""
         log = "" if told.folder is None else str(told.folder / "stdout.log")
-        infos.append(FailureInfo(kind, len(trials), len(trials) / num_finished, told.number, detail, ADVICE[kind], log))
+        infos.append(FailureInfo(kind, len(trials), len(trials) / num_finished, told.number, detail, advice[kind], log))
     return tuple(infos)
 
 

@@ -93,7 +93,17 @@ def test_failures_by_kind_with_the_first_detail():
 
 
 def test_there_is_advice_for_every_kind_of_failure():
-    assert set(info.ADVICE) == set(FAILURE_KINDS)
+    assert set(info.TRAINING_ADVICE) == set(info.PROGRAM_ADVICE) == set(FAILURE_KINDS)
+
+
+def test_advice_fits_what_is_tuned():
+    trials = [make_trial(0), *(make_trial(n, kind=kind, detail="x") for n, kind in enumerate(FAILURE_KINDS, 1))]
+    training = replace(make_snapshot(0), trials=trials)
+    program = replace(training, space={"objectives": [], "space": {"x": [1, 2]}})
+    words = {name: " ".join(f.advice for f in info.get_failures(s)) for name, s in (("t", training), ("p", program))}
+    assert all(word in words["t"] for word in ("micro-batch", "rank", "bf16"))
+    assert not any(word in words["p"] for word in ("micro-batch", "rank", "bf16", "warm-up", "configuration"))
+    assert all("goes on where it was" not in text for text in words.values())  # a trial that counts is not run again
 
 
 def test_table_has_a_row_for_every_trial_and_a_cell_for_every_column():

@@ -4,6 +4,7 @@ import base64
 import csv
 import gzip
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -150,3 +151,9 @@ def test_front_as_csv():
         assert float(row["held_out_loss"]) == values[row["trial"]]["quality"]
     assert "hyperparameters.learning_rate" in rows[0]
     assert front_csv(make_snapshot(0)) == "trial,knee,plan,tokens_per_second,peak_memory_bytes,held_out_loss\n"
+
+
+def test_the_page_of_a_program_speaks_of_no_plans():
+    program = replace(make_snapshot(5), space={"objectives": [], "space": {"x": [1, 2]}})
+    assert 'placeholder="words of a row' in render_report(program)
+    assert 'placeholder="dp2 bf16' in render_report(make_snapshot(5))
