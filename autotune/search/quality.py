@@ -151,8 +151,10 @@ class QualityModel:
         encoding = Encoding.of(state.space.dimensions)
         is_quality = objective.name == state.space.roles.get(QUALITY, QUALITY)
         prior = state.task_prior if is_quality else None
-        predicted = prior.loss_level() if prior else None
         told = [o for o in state.tried if o.state == "ok" or o.failure in DIVERGED]
+        # How much parts of trainings still gain is not known before one went to the end: they tell no level.
+        are_parts = [o.noise.get(objective.name, 0.0) > 0 for o in told if o.state == "ok"]
+        predicted = prior.loss_level() if prior and not (are_parts and all(are_parts)) else None
         # Without a predicted level the best trial stands for it.
         best = None if prior is None else {objective.name: predicted[0] if predicted else 0.0}
         costs = costs_of(told, [objective], best)[:, 0]

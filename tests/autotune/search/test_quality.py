@@ -74,6 +74,19 @@ def test_a_contradicted_prior_is_dropped(prior):
     assert JointSampler().remarks(state(seen, shuffled)) == JointSampler().remarks(state([], [], prior)) == []
 
 
+def test_parts_of_trainings_are_not_judged_by_the_level_of_full_ones(prior):
+    """Before a training went to the end it is not known how far the others will still fall."""
+    level = (prior.loss_level() or (2.5, 0.0))[0]
+    for count in (1, 3):
+        seen = rows(count)
+        partly = state(seen, level + 1.1 + prior.excess(columns(seen))[0], prior)
+        parts = tuple(replace(o, noise={"quality": 0.01}) for o in partly.observations)
+        model = QualityModel.fit(replace(partly, observations=parts), QUALITY)
+        assert not model.is_contradicted
+        assert model.view.prior is not None
+    assert QualityModel.fit(partly, QUALITY).is_contradicted, "full trainings are judged"
+
+
 def test_before_any_trial_the_prior_alone_speaks(prior):
     model = QualityModel.fit(state([], [], prior), QUALITY)
     asked = rows(20)
