@@ -268,6 +268,7 @@ def _stopping(driver: Driver, view: SweepView) -> Iterator[None]:
             driver.stop_now()
             return
         driver.stop_soon()
+        driver.study.stop_proposing()
         view.note("stopping: the running trials end at a checkpoint; once more to end them at once")
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

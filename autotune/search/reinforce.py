@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class ReinforceSampler:
     cache: Path | None = None
     """Folder of trained agents; None for the user's cache folder."""
     num_steps: int = NUM_STEPS
+    should_stop: Callable[[], bool] = field(default=bool)
+    """See ``Interruptible``: learning takes a minute."""
     _policies: dict[str, tuple[World, Policy]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class ReinforceSampler:
             return []
         loss, level, sd = start
         words = "as good as predicted" if _is_good(start) else "worse than predicted: the agent goes on"
-        return [f"the predicted start reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
+        return [f"the first trial reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
 
     def expected_gain(self, state: SearchState) -> float | None:
         """See ``Foreseeing``: nothing more is looked for where quality alone counts and the prediction was good enough;
@@ -90,7 +93,7 @@ class ReinforceSampler:
             except (OSError, ValueError, KeyError):  # none yet, or not whole
                 from autotune.search.reinforce_training import train
 
-                policy = train(world, num_steps=self.num_steps, seed=0)
+                policy = train(world, num_steps=self.num_steps, seed=0, should_stop=self.should_stop)
                 policy.save(path)
             self._policies[key] = world, policy
         return self._policies[key]
@@ -102,6 +105,8 @@ def _start_against_prediction(state: SearchState) -> tuple[float, float, float] 
     name = state.space.roles.get(QUALITY, QUALITY)
     first = state.tried[0] if state.tried else None
     if predicted is None or first is None or first.values is None or name not in first.values:
+        return None
+    if first.noise.get(name):  # a forecast of a training that did not go to the end
         return None
     return first.values[name], *predicted
 

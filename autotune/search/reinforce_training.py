@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from autotune.search.agent import CLIP, Policy, view_size
+from autotune.search.sampler import SearchStopped
 from autotune.search.simulation import Imagined, World
 
 NUM_WORLDS = 8
@@ -46,13 +49,30 @@ class StudyEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
         return view.features, reward, has_ended, False, {}
 
 
-def train(world: World, *, num_steps: int, seed: int) -> Policy:
+class _Watch(BaseCallback):
+    """Ends the training when asked to."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        super().__init__()
+        self._should_stop = should_stop
+
+    def _on_step(self) -> bool:
+        if self._should_stop():
+            raise SearchStopped
+        return True
+
+
+def train(world: World, *, num_steps: int, seed: int, should_stop: Callable[[], bool] = bool) -> Policy:
     """An agent that tunes in ``world``.
 
     Args:
         world: What is known of the space before any trial.
         num_steps: Imagined trials to learn from.
         seed: Of weights, studies and actions.
+        should_stop: Asked at every step.
+
+    Raises:
+        SearchStopped: It was true.
     """
     import torch
 
@@ -66,7 +86,7 @@ def train(world: World, *, num_steps: int, seed: int) -> Policy:
             learning_rate=5e-4, seed=seed, device="cpu",
             policy_kwargs={"net_arch": list(HIDDEN), "log_std_init": -0.5},
         )  # fmt: skip
-        model.learn(num_steps)
+        model.learn(num_steps, callback=_Watch(should_stop))
     finally:
         torch.set_num_threads(threads)
     return _numbers(model)

@@ -7,7 +7,7 @@ worker can be repeated exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -111,6 +111,18 @@ class Remarking(Protocol):
     def remarks(self, state: SearchState) -> list[str]:
         """Sentences for people on what the observations say so far, the most important first. As pure as ``propose``,
         and asked only now and then."""
+
+
+class SearchStopped(Exception):
+    """A proposal was given up because the search is to end."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A sampler whose proposals may take minutes."""
+
+    should_stop: Callable[[], bool]
+    """Whether the search is to end; asked again and again by ``propose``, which then raises ``SearchStopped``."""
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from autotune.prior.predict import TaskPrior
 from autotune.search.fidelity import TOLERANCE, next_growth
 from autotune.search.forecast import Forecast
 from autotune.search.gain import Gain
-from autotune.search.sampler import Sampler
+from autotune.search.sampler import Interruptible, Sampler, SearchStopped
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.seeds import derive_seed
 from autotune.space.enumerate import Enumeration
@@ -132,8 +132,10 @@ class Study:
         self._held = Holding(self._table, self._lock)
         self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
         self._num_rejected = 0
-        self._is_exhausted = False
+        self._is_exhausted = self._is_stopping = False
         self._repeats: tuple[int, int] | None = None
+        if isinstance(sampler, Interruptible):
+            sampler.should_stop = lambda: self._is_stopping or self.stop_requested()
         self._alive = ExitStack()
         self._alive.enter_context(file_lock(folder / DRIVERS_LOCK, shared=True))
 
@@ -218,6 +220,8 @@ class Study:
                     return self._next()
                 except UpdateFinishedTrialError:  # this process was held up so long that another gave its number up
                     continue
+                except SearchStopped:  # its number is free when we close, and given up by whoever comes next
+                    return Nothing.WAIT
 
     def tell(self, assignment: Assignment, outcome: Outcome) -> bool:
         """Record the outcome of a trial.
@@ -286,7 +290,7 @@ class Study:
                 raise CorpusChanged(
                     f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now"
                     f" {corpus_hash[:12]}): losses can't be compared any more",
-                    hint="bring the old text back, or begin another study with --study NAME",
+                    hint="bring the old text back, or begin another study (--study NAME; in Python another folder or name)",
                 )
 
     def is_lost(self, number: int) -> bool:
@@ -313,6 +317,10 @@ class Study:
         """What one more trial is expected to bring; None while that is not known."""
         with self._lock:
             return self._proposer.expected_gain()
+
+    def stop_proposing(self) -> None:
+        """Give up a proposal that takes long: ``ask`` says to wait then. May be called from signal handlers."""
+        self._is_stopping = True
 
     def stop_requested(self) -> bool:
         """Whether ``request_stop`` was called since this study was opened."""

@@ -10,7 +10,7 @@ from autotune.prior.predict import Prior
 from autotune.prior.task import Task
 from autotune.search.agent import Ground, Policy, changed, look, merits_of, view_size
 from autotune.search.reinforce import ReinforceSampler
-from autotune.search.sampler import Observation, Sampler, SearchState
+from autotune.search.sampler import Interruptible, Observation, Sampler, SearchState, SearchStopped
 from autotune.search.simulation import World
 from autotune.search.uniform import is_enumerated, plan_values
 from autotune.space.grammar import load_space
@@ -159,6 +159,26 @@ def test_a_prediction_that_held_is_enough(agent: ReinforceSampler) -> None:
         state = state_of(space, (first,), task_prior=prior)
         assert agent.expected_gain(state) == gain
         assert words in agent.remarks(state)[0]
+
+
+def test_a_part_of_a_training_is_not_held_against_the_prediction(agent: ReinforceSampler) -> None:
+    prior = Prior.load().at(Task(num_parameters=500_000_000, total_tokens=10_000_000_000, min_lr_ratio=0.0))
+    space = Space(
+        "q", (Objective(name="quality"),), (Dimension("learning_rate", "log_float", low=1e-4, high=1e-2),), {}
+    )
+    part = Observation(0, "ok", {"learning_rate": 1e-3}, {"quality": 9.0}, noise={"quality": 0.1})
+    assert agent.remarks(state_of(space, (part,), task_prior=prior)) == []
+
+
+def test_learning_ends_when_the_search_is_to_end(tmp_path: Path) -> None:
+    """At the next step, not after a minute; and what was learned by then is not kept."""
+    asked: list[int] = []
+    agent = ReinforceSampler(cache=tmp_path, should_stop=lambda: bool(asked.append(0)) or len(asked) >= 5)
+    assert isinstance(agent, Interruptible)
+    with pytest.raises(SearchStopped):
+        agent.propose(state_of(SPACE))
+    assert len(asked) == 5
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_learning_helps_on_imagined_studies(tmp_path: Path) -> None:

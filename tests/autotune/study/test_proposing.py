@@ -111,6 +111,21 @@ def test_a_sweep_ends_when_one_more_trial_is_not_expected_to_gain_enough(open_st
     assert isinstance(open_study(num_trials=200).ask(), Assignment)
 
 
+def test_a_proposal_that_takes_long_is_given_up_when_the_sweep_is_to_end(
+    open_study: OpenStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent learns for a minute first. Whoever goes on with the study finds no trial of it."""
+    pytest.importorskip("stable_baselines3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    study = open_study(num_trials=2, sampler="rl")
+    study.stop_proposing()
+    assert study.ask() is Nothing.WAIT
+    study.close()
+    again = open_study(num_trials=2, sampler="random")
+    assert asked(again).parameters
+    assert len(again.snapshot().trials) == 1
+
+
 def test_the_prior_is_that_of_the_run_that_is_searched(make_space: MakeSpace) -> None:
     space, _ = make_space()
     prior = task_prior_of(space)
