@@ -30,7 +30,7 @@ from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import Stop
-from autotune.study.driver import Driver
+from autotune.study.driver import Driver, FirstFailures, Silent
 from autotune.study.function_executor import FunctionExecutor, Measured, TrialFailed, call, outcome_of_failure
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
@@ -113,7 +113,7 @@ class Study:
         objectives: Name -> ``minimize`` or ``maximize``, or a mapping with ``direction`` and ``bound``.
         folder: Folder of the study; its name is the study's.
         storage: Database address, such as ``sqlite:///studies.db``, in place of a journal in the folder.
-        name: Of the study in a database, where no folder is given.
+        name: Of the study in a database, where no folder is given; commands know studies by their folders alone.
         constraints: Conditions over the values that every candidate has to meet.
         trials: Trials in total, earlier ones included; None for no limit.
         seed: Seed of a new study (0 by default).
@@ -254,7 +254,8 @@ class Study:
         trial_seconds: float | None = None,
     ) -> Self:
         """Call a function for each trial until the budget is used up. An exception is a failure of its trial and ends
-        nothing else. Ctrl-C ends the sweep; the trial that ran is free for whoever goes on.
+        nothing else, unless the first trials all fail in the same words. Ctrl-C ends the sweep; the trial that ran is
+        free for whoever goes on.
 
         Args:
             function: Gets the values by name, and the ``Trial`` where it has a parameter ``trial``. It returns the
@@ -267,7 +268,8 @@ class Study:
             trial_seconds: Time limit of a trial, with ``processes``.
 
         Raises:
-            UserError: No budget, or worker processes can't call the function.
+            UserError: No budget, the function takes other arguments, worker processes can't call it, or the first
+                trials all failed alike.
         """
         seconds = None if time is None else parse_duration(time)
         own_limit = self._study.num_trials
@@ -280,6 +282,7 @@ class Study:
         if TRIAL_ARGUMENT in {*self.space.fixed, *(dimension.name for dimension in self.space.dimensions)}:
             raise UserError(f"a function gets the Trial as {TRIAL_ARGUMENT!r}", hint="call the value something else")
         call_it = _Caller(function, self.space, self._is_kept)
+        call_it.check()
         try:
             if trials is not None:
                 self._extend(trials)
@@ -302,12 +305,13 @@ class Study:
             executor = FunctionExecutor(function, self.space.objectives)
         limits = self.space.limits.changed(seconds=trial_seconds or float(2**31))
         try:
-            Driver(self._study, _Limited(executor, limits), _Silent(), workers, seconds).run()
+            Driver(self._study, _Limited(executor, limits), Silent(), workers, seconds).run()
         finally:
             executor.close()
 
     def _run_here(self, function: Callable[[Assignment], Measured], seconds: float | None) -> None:
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        first_failures = FirstFailures(self._study)
         while time.monotonic() < deadline:
             asked = self._study.ask()
             if asked is Nothing.WAIT and not self._asked:
@@ -321,6 +325,7 @@ class Study:
                 self._study.release(asked)
                 raise
             self._study.tell(asked, outcome)
+            first_failures.add(outcome)
 
     # What is known ---------------------------------------------------------------------------------------------------
 
@@ -468,10 +473,39 @@ class _Caller:
 
     def __call__(self, assignment: Assignment) -> Measured:
         trial = _trial_of(assignment, self.space, self.is_kept)
-        values = dict(trial.params)
-        if TRIAL_ARGUMENT in inspect.signature(self.function).parameters:
-            values[TRIAL_ARGUMENT] = trial  # type: ignore[assignment]
+        values: dict[str, Any] = dict(trial.params)
+        if self._signature is not None and TRIAL_ARGUMENT in self._signature.parameters:
+            values[TRIAL_ARGUMENT] = trial
         return self.function(**values)
+
+    @property
+    def _signature(self) -> inspect.Signature | None:
+        """None where it is not known, as of some functions that are written in C."""
+        try:
+            return inspect.signature(self.function)
+        except ValueError:
+            return None
+
+    def check(self) -> None:
+        """Make sure that the function takes the values of every trial.
+
+        Raises:
+            UserError: It does not.
+        """
+        signature = self._signature
+        if signature is None:
+            return
+        always = {*self.space.fixed, *(d.name for d in self.space.dimensions if d.when is None)}
+        trial = {TRIAL_ARGUMENT} & set(signature.parameters)
+        for names in (always, always | {d.name for d in self.space.dimensions}):
+            try:
+                signature.bind(**dict.fromkeys(names | trial))
+            except TypeError as error:
+                called = getattr(self.function, "__name__", repr(self.function))
+                raise UserError(
+                    f"the function {called}{signature} can't be called with the values of a trial: {error}",
+                    hint=f"it gets by name: {', '.join(sorted(names))}; give it these parameters",
+                ) from None
 
 
 @dataclass(frozen=True)
@@ -496,25 +530,6 @@ class _Limited:
     def close(self) -> None:
         """See ``Executor``."""
         self.executor.close()
-
-
-class _Silent:
-    """Listens to a driver and says nothing."""
-
-    def waiting(self) -> None:
-        """See ``Listener``."""
-
-    def started(self, assignment: Assignment) -> None:
-        """See ``Listener``."""
-
-    def finished(self, assignment: Assignment, outcome: Outcome) -> None:
-        """See ``Listener``."""
-
-    def released(self, assignment: Assignment) -> None:
-        """See ``Listener``."""
-
-    def retried(self, assignment: Assignment, outcome: Outcome) -> None:
-        """See ``Listener``."""
 
 
 def _in_memory(

@@ -23,6 +23,8 @@ STORAGE_PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Pauses before another try when the storage fails."""
 NUM_INFRA_RETRIES = 1
 """A trial hit by a fault of the machine is run again so often."""
+NUM_ALIKE = 3
+"""So many first trials that fail as ``user`` in the same words say that no trial can succeed."""
 
 
 Result = TypeVar("Result")
@@ -47,6 +49,51 @@ class Listener(Protocol):
         """A trial was hit by a fault of the machine and is run again."""
 
 
+class Silent:
+    """A listener that says nothing."""
+
+    def waiting(self) -> None:
+        """See ``Listener``."""
+
+    def started(self, assignment: Assignment) -> None:
+        """See ``Listener``."""
+
+    def finished(self, assignment: Assignment, outcome: Outcome) -> None:
+        """See ``Listener``."""
+
+    def released(self, assignment: Assignment) -> None:
+        """See ``Listener``."""
+
+    def retried(self, assignment: Assignment, outcome: Outcome) -> None:
+        """See ``Listener``."""
+
+
+@dataclass
+class FirstFailures:
+    """Tells a sweep in which nothing can succeed: a mistake in the program's name, a misspelt objective ..."""
+
+    study: Study
+    _first: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take note of a trial's outcome.
+
+        Raises:
+            UserError: It is the last of the first ``NUM_ALIKE``, all failed alike, and no trial of the study did well.
+        """
+        if len(self._first) >= NUM_ALIKE:
+            return
+        self._first.append(outcome)
+        if len(self._first) < NUM_ALIKE or {(o.kind, o.detail) for o in self._first} != {("user", outcome.detail)}:
+            return
+        if any(row.outcome is not None and row.outcome.kind != "user" for row in self.study.snapshot().trials):
+            return
+        raise UserError(
+            f"the first {NUM_ALIKE} trials all failed alike: {outcome.detail}",
+            hint="correct what is run or what it reports; the study then goes on where it was, these trials counted",
+        )
+
+
 @dataclass
 class Driver:
     """Works on a study with several workers; ``stop_soon`` and ``stop_now`` may be called from signal handlers."""
@@ -61,6 +108,9 @@ class Driver:
     _error: BaseException | None = None
     _deadline: float = field(default=float("inf"))
 
+    def __post_init__(self) -> None:
+        self._first_failures = FirstFailures(self.study)
+
     def run(self) -> Nothing | None:
         """Run trials until there is nothing left to do.
 
@@ -68,7 +118,8 @@ class Driver:
             Why there is nothing left, or None when it was stopped or the time was up.
 
         Raises:
-            UserError: Something that ends the whole sweep, such as a full disk or changed data.
+            UserError: Something that ends the whole sweep, such as a full disk, changed data, or first trials that all
+                fail alike.
         """
         limit = self.time_limit_seconds
         self._deadline = float("inf") if limit is None else time.monotonic() + limit
@@ -135,6 +186,7 @@ class Driver:
             assignment = _patiently(partial(self.study.retry, assignment))
         if _patiently(partial(self.study.tell, assignment, outcome)):
             self.listener.finished(assignment, outcome)
+            self._first_failures.add(outcome)
 
     def _outcome(self, assignment: Assignment) -> Outcome | None:
         return self.executor.run(

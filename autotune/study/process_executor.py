@@ -47,6 +47,10 @@ class ProcessExecutor:
     """
 
     def __init__(self, function: TrialFunction, objectives: Sequence[Objective], num_workers: int) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # This is a worker, and the program that it imports sweeps outside `if __name__ == "__main__"`. It ends
+            # without a word: the process that started it tells what to change.
+            raise SystemExit(1)
         try:
             self._payload = pickle.dumps((function, tuple(objectives)))
         except Exception as error:

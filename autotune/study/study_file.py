@@ -77,7 +77,8 @@ def read_study_file(folder: Path) -> StudyFile:
         known = sorted(child.parent.name for child in folder.parent.glob(f"*/{STUDY_FILE}"))
         raise UserError(
             f"there is no study {folder.name!r} in {folder.parent}",
-            hint=f"studies there: {', '.join(known)}" if known else "start one with: autotune sweep SPACE.yaml",
+            hint=(f"studies there: {', '.join(known)}" if known else "start one with: autotune sweep SPACE.yaml")
+            + f"; one that was made in Python is found where it has folder={str(folder)!r}",
         )
     document = read_yaml(path)
     return parse(StudyFile, document.data, document=document)
@@ -111,7 +112,7 @@ def changed_search(name: str, changes: Sequence[str]) -> UserError:
     """The error of a study that is to go on with another search."""
     return UserError(
         f"study {name!r} was begun with another space:\n  " + "\n  ".join(changes),
-        hint="undo the change to go on with it, or begin another study with --study NAME",
+        hint="undo the change to go on with it, or begin another study (--study NAME; in Python another folder or name)",
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import autotune
 import autotune.api
+from autotune.cli import main
 from autotune.study.study import load_snapshot
 from engine.errors import UserError
 
@@ -219,6 +220,60 @@ def test_a_used_up_space_ends_the_sweep() -> None:
     assert found.ask() is None
 
 
+def misnamed(x: float, kind: str) -> dict[str, float]:
+    return {"los": x}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_function_that_can_only_fail_ends_the_sweep(workers: int) -> None:
+    with study() as found:
+        with pytest.raises(UserError, match="first 3 trials all failed alike: it gave no 'loss', only los"):
+            found.run(misnamed, trials=50, workers=workers)
+        assert 3 <= len(found.trials) <= 2 + 2 * workers
+        assert found.best is None
+        assert found.run(quadratic, trials=8).best is not None  # goes on
+
+
+def test_failures_after_a_trial_that_did_well_end_nothing() -> None:
+    with study(guesses=[{"x": 0.5, "kind": "a"}]) as found:
+        found.run(quadratic, trials=1).run(misnamed, trials=6)
+        assert [result.state for result in found.trials] == ["ok", *["user"] * 5]
+
+
+def test_failures_in_different_words_end_nothing() -> None:
+    def fails(x: float, kind: str) -> float:
+        raise ValueError(f"x = {x}")
+
+    assert len(study().run(fails, trials=5).trials) == 5
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda y, kind: y, "missing a required argument: 'y'"),
+        (lambda x: x, "unexpected keyword argument 'kind'"),
+        (lambda x, kind, trial, batch: x, "missing a required argument: 'batch'"),
+    ],
+)
+def test_a_function_with_other_arguments_is_refused_before_the_first_trial(
+    function: Callable[..., Any], words: str
+) -> None:
+    with study() as found:
+        with pytest.raises(UserError, match=words) as error:
+            found.run(function, trials=5)
+        assert "it gets by name: kind, x" in str(error.value)
+        assert not found.trials
+
+
+def test_functions_of_any_keywords_and_of_values_with_defaults_are_taken() -> None:
+    assert study().run(lambda trial, **values: values["x"], trials=2).best is not None
+    space = {"kind": ["a", "b"], "x": {"float": [0, 1], "when": "kind == 'a'"}}
+    with autotune.Study(space, LOSS, sampler="random") as found:
+        assert found.run(lambda kind, x=0.5: x, trials=4).best is not None
+        with pytest.raises(UserError, match="missing a required argument: 'x'"):
+            found.run(lambda kind, x: x, trials=8)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -248,6 +303,20 @@ def test_a_study_lives_in_a_database_too(tmp_path: Path) -> None:
         assert len(found.run(quadratic, trials=5).trials) == 5
 
 
+def test_a_study_of_a_database_is_known_to_the_commands_once_it_has_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, runs = f"sqlite:///{tmp_path}/studies.db", tmp_path / "runs"
+    with study(storage=url, name="pydb") as found:
+        found.run(quadratic, trials=3)
+    assert main(["studies", "show", "pydb", "--runs-dir", str(runs)]) == 2
+    assert "folder=" in capsys.readouterr().err
+    with study(storage=url, folder=runs / "studies" / "pydb") as found:
+        assert len(found.trials) == 3
+    for arguments in (["studies", "show"], ["report"], ["apply", "-o", str(tmp_path / "best.yaml")]):
+        assert main([*arguments, "pydb", "--runs-dir", str(runs)]) == 0
+
+
 def test_threads_share_one_study() -> None:
     found = study().run(lambda x, kind: x, trials=20, workers=4)
     assert [result.state for result in found.trials] == ["ok"] * 20
@@ -275,6 +344,28 @@ def test_a_decorated_function_runs_in_worker_processes(functions: ModuleType) ->
     processes = {result.metrics["process"] for result in functions.tuned.run(processes=True).trials}
     assert len(processes) == 1
     assert os.getpid() not in processes
+
+
+@pytest.mark.dist
+def test_a_sweep_in_processes_outside_the_main_guard_is_told_in_one_message(tmp_path: Path, repo_root: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import autotune\n"
+        "def f(x): return x\n"
+        "study = autotune.Study({'x': {'float': [0, 1]}}, {'loss': 'minimize'}, sampler='random')\n"
+        "study.run(f, trials=2, processes=True)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(repo_root)}
+    ended = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "hint: run the sweep below `if __name__ == '__main__':`" in ended.stderr
+    program.write_text(
+        program.read_text()
+        .replace("study = ", "if __name__ == '__main__':\n  study = ")
+        .replace("\nstudy.run", "\n  study.run")
+    )
+    subprocess.run([sys.executable, str(program)], env=environment, check=True)
 
 
 def test_a_function_that_cannot_be_sent_is_told() -> None:

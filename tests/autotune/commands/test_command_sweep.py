@@ -92,6 +92,14 @@ def test_failures_are_told_and_the_sweep_goes_on(folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.dist
+def test_a_program_that_can_only_fail_ends_the_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["sweep", "--command", command("nothing", "{x}"), *INLINE, "--study", "s", "--trials", "30"]
+    error = error_of(capsys, *sweep)
+    assert "first 3 trials all failed alike: it ended well, but it wrote no result" in error
+    assert len(load_snapshot(folder / "runs" / "studies" / "s").trials) == 3
+
+
+@pytest.mark.dist
 def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
     folder: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,9 @@ elif how == "fail":
     result.write_text(json.dumps({"failure": rest[0], "detail": "loss\nof 12"}))
     sys.exit(3)
 elif how == "kill":
-    os.kill(os.getpid(), signal.Signals[rest[0]] if rest else signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "signal":
+    os.kill(os.getpid(), signal.Signals[rest[0]])
 elif how == "memory":
     held = bytearray(400 * 2**20)
     time.sleep(60)

@@ -67,8 +67,8 @@ def test_what_is_no_result_is_told(tmp_path: Path, text: str, kind: str, words: 
         (["raise", "memory"], "oom", "MemoryError"),
         (["fail", "diverged"], "diverged", "loss of 12"),
         (["kill"], "infra", "SIGKILL"),
-        (["kill", "SIGHUP"], "infra", "from outside"),
-        *((["kill", name], "user", f"it crashed with {name}") for name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE")),
+        (["signal", "SIGHUP"], "infra", "from outside"),
+        *((["signal", name], "user", f"it crashed with {name}") for name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE")),
     ],
 )
 def test_ends_without_a_result_are_told_apart(tmp_path: Path, arguments: list[str], kind: str, words: str) -> None:
