@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 from rich import box
 from rich.table import Table
@@ -17,8 +18,8 @@ from reports.info import get_axes, get_summary, parameter_text, searched_paramet
 PLAN_PREFIX = "plan."
 """Searched values that the plan's description already tells."""
 
-SETTING_WIDTH = 23
-"""Characters that the settings have beside three objectives in a terminal of 80 columns."""
+SETTING_WIDTH, PLAN_WIDTH = 23, 15
+"""Characters that settings and plan have beside three objectives in a terminal of 80 columns."""
 
 
 def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
@@ -50,9 +51,10 @@ def front_table(snapshot: StudySnapshot, *, most: int = 20) -> Table:
         is_knee = knee is not None and trial.number == knee.number
         values = trial.values or {}
         # As Text: a study's words are never read as markup.
-        cells = [Text(f"{'★ ' if is_knee else ''}{trial.number}"), *([Text(trial.plan)] if has_plans else [])]
+        plan = "\n".join(textwrap.wrap(trial.plan, PLAN_WIDTH, break_long_words=False, break_on_hyphens=False))
+        cells = [Text(f"{'★ ' if is_knee else ''}{trial.number}"), *([Text(plan)] if has_plans else [])]
         cells.append(Text(_settings(trial, names)))
-        cells += [Text(f"{values[axis.name] / axis.scale:.{axis.decimals}f}") for axis in axes]
+        cells += [Text(_figure(values[axis.name] / axis.scale, axis.decimals)) for axis in axes]
         table.add_row(*cells, style="bold" if is_knee else None)
     return table
 
@@ -78,6 +80,11 @@ def _selection(ordered: list[TrialRow], knee: TrialRow | None, most: int) -> lis
         return ordered
     rows = {round(place * (len(ordered) - 1) / (most - 2)) for place in range(most - 1)}
     return [trial for row, trial in enumerate(ordered) if row in rows or trial is knee]
+
+
+def _figure(value: float, decimals: int) -> str:
+    """A value with so many decimals; a small one, of which they would leave nothing, by its own digits."""
+    return f"{value:.3g}" if 0 < abs(value) < 10 ** (1 - decimals) else f"{value:.{decimals}f}"
 
 
 def _settings(trial: TrialRow, names: list[str]) -> str:

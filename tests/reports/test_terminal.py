@@ -30,6 +30,24 @@ def test_three_objectives_fit_into_80_columns():
     assert "…" not in "".join(lines)
 
 
+def test_long_plans_leave_room_for_the_last_objective():
+    snapshot = make_snapshot(9)
+    settings = {f"hyperparameters.{name}": 0.0003412 for name in ("global_batch_size", "learning_rate", "warmup_ratio")}
+    trials = [replace(trial, plan="dp2 mb16 bf16 ac-full z3", parameters=settings) for trial in snapshot.trials]
+    lines = printed(replace(snapshot, trials=trials), width=80).splitlines()
+    assert any(line.rstrip().endswith("nats/token") for line in lines)
+    assert any("dp2 mb16 bf16" in line for line in lines)
+
+
+def test_a_small_value_beside_large_ones_keeps_its_digits():
+    snapshot = make_snapshot(2, names=("quality",), failure_ratio=0)
+    losses = zip(snapshot.trials, (7.7e-9, 2.5), strict=True)
+    trials = [replace(trial, values={"quality": loss}) for trial, loss in losses]
+    text = printed(replace(snapshot, trials=trials))
+    assert "7.7e-09" in text
+    assert "0.0000" not in text
+
+
 def test_long_names_of_settings_are_broken_after_an_underscore():
     snapshot = make_snapshot(9)
     name = "hyperparameters.router_aux_loss_coefficient"
