@@ -74,7 +74,8 @@ def command(
         typer.Option(metavar="NAME=VALUES", help="A value of it, such as 'lr=log_float(1e-4, 1e-2)' or 'n=[1, 2]'."),
     ] = None,
     objective: Annotated[
-        list[str] | None, typer.Option(metavar="NAME:minimize", help="What it reports, with its direction.")
+        list[str] | None,
+        typer.Option(metavar="NAME:minimize[:BOUND]", help="What it reports, with its direction and bound."),
     ] = None,
     storage: Annotated[str | None, typer.Option(help="Database address, in place of the study's journal.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Machines, in place of the file's: local, cpu:2, h100x8.")] = None,
@@ -122,7 +123,7 @@ def command(
     from autotune.study.study import Study
     from autotune.study.study_file import refuse_changes
 
-    overrides = inline_overrides(command_, param or (), objective or ())
+    overrides: list[str] = [*inline_overrides(command_, param or (), objective or ())]
     overrides += [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
     overrides += [f"fidelity={fidelity}"] if fidelity else []
     loaded, enumeration = load_any_space(space, overrides)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from autotune.specs.cluster import is_cluster_file
 from engine.config import absolute_paths
@@ -24,6 +24,23 @@ WORKING_FOLDER = "folder"
 """Where that program runs: by default the folder of the file that names it."""
 
 
+class Override(str):
+    """``dotted.key=value``, laid over a file, with the words in which the user gave it.
+
+    Args:
+        text: The override.
+        given: As it was typed; None for ``--set``.
+    """
+
+    given: str
+
+    def __new__(cls, text: str, given: str | None = None) -> Self:
+        """See the class."""
+        override = super().__new__(cls, text)
+        override.given = given or f"--set {text}"
+        return override
+
+
 @dataclass(frozen=True)
 class MergedDocument:
     """Documents laid over each other; a value's place is in the last one that has it."""
@@ -32,11 +49,12 @@ class MergedDocument:
     documents: tuple[YamlDocument, ...]
 
     def where(self, path: KeyPath = ()) -> str:
-        """``file:line`` of the value at ``path``."""
+        """``file:line`` of the value at ``path``, or the option that gave it."""
         for length in range(len(path), 0, -1):
             for document in reversed(self.documents):
                 if path[:length] in document.lines:
-                    return document.where(path[:length])
+                    is_typed = document.source.startswith("--")  # which has no lines
+                    return document.source if is_typed else document.where(path[:length])
         return self.documents[-1].where()
 
 
@@ -94,16 +112,16 @@ def merge(document: YamlDocument, overrides: Sequence[str] = ()) -> MergedDocume
             key: _overlay(data.get(key), value, depths.get(key, 1)) if key in data else value
             for key, value in {**data, **above}.items()
         }
-    for override in overrides:
+    for override in (text if isinstance(text, Override) else Override(text) for text in overrides):
         key, separator, text = override.partition("=")
         parts = tuple(key.strip().split("."))
         if not separator or not all(parts):
             raise UserError(f"--set needs key=value, got {override!r}", hint="example: --set workload.total_tokens=1M")
-        value = parse_yaml(text, f"--set {key}").data
+        value = parse_yaml(text, override.given).data
         _set(data, parts, value, override)
         if parts == (COMMAND,):
             data.pop(WORKING_FOLDER, None)
-        layers.append(YamlDocument(value, f"--set {override}", {parts: 1}))
+        layers.append(YamlDocument(value, override.given, {parts: 1}))
     return MergedDocument(_absolute(data, Path()), tuple(layers))
 
 
@@ -149,11 +167,11 @@ def _overlay(below: Any, above: Any, depth: int) -> Any:
     return {**below, **{key: _overlay(below.get(key), value, depth - 1) for key, value in above.items()}}
 
 
-def _set(data: dict[str, Any], parts: tuple[str, ...], value: Any, override: str) -> None:
+def _set(data: dict[str, Any], parts: tuple[str, ...], value: Any, override: Override) -> None:
     for part in parts[:-1]:
         below = data.get(part) or {}
         if not isinstance(below, dict):
-            raise UserError(f"--set {override}: {part!r} is not a section", hint="name a key that holds a value")
+            raise UserError(f"{override.given}: {part!r} is not a section", hint="name a key that holds a value")
         data[part] = dict(below)
         data = data[part]
     data[parts[-1]] = value

@@ -9,9 +9,12 @@ from autotune.space.command import CommandSpace
 from autotune.space.command_grammar import is_command_space, load_command_space
 from autotune.space.enumerate import Enumeration
 from autotune.space.grammar import load_space
-from autotune.space.layers import find_space, merge
+from autotune.space.layers import COMMAND, Override, find_space, merge, shipped_spaces
 from autotune.space.training import TrainingSpace
 from engine.errors import UserError
+
+NEEDED = ("model", "workload", "space")
+"""Sections that a space of training runs can't do without."""
 
 
 def load_any_space(
@@ -35,23 +38,32 @@ def load_any_space(
                 "no space is given", hint="name a space file, a shipped space such as 'demo', or give --command"
             )
         return load_command_space(None, overrides), None
-    if is_command_space(merge(find_space(path), overrides).data):
+    data = merge(find_space(path), overrides).data
+    if is_command_space(data) and {COMMAND, "objectives"} & set(data):
         return load_command_space(path, overrides), None
+    if missing := [section for section in NEEDED if section not in data]:
+        name = str(path) if str(path) in shipped_spaces() else Path(path).name
+        raise UserError(
+            f"{path} is a part of a space: it has no {' and no '.join(map(repr, missing))}",
+            hint=f"build on it in a file of yours, 'use: [{name}]', and add that there ('command' and 'objectives' for"
+            " a program of yours); 'demo' is a whole space",
+        )
     return load_space(path, overrides)
 
 
-def inline_overrides(command: str | None, params: Sequence[str], objectives: Sequence[str]) -> list[str]:
+def inline_overrides(command: str | None, params: Sequence[str], objectives: Sequence[str]) -> list[Override]:
     """A space that stands on the command line, as overrides.
 
     Args:
         command: The program with placeholders.
         params: ``lr=[0.1, 0.2]`` or ``lr=log_float(1e-4, 1e-2)``.
-        objectives: ``loss:minimize``.
+        objectives: ``loss:minimize``, with a bound ``loss:minimize:4``.
 
     Raises:
         UserError: A parameter without a value, or an objective without a direction.
     """
-    overrides = [] if command is None else [f"command={_quoted(command)}"]
+    given = f"--command {command}"
+    overrides = [] if command is None else [Override(f"command={_quoted(command)}", given)]
     for param in params:
         name, separator, value = param.partition("=")
         if not separator or not name.strip() or not value.strip():
@@ -61,15 +73,16 @@ def inline_overrides(command: str | None, params: Sequence[str], objectives: Seq
         form, bracket, ends = value.strip().partition("(")
         if bracket and ends.endswith(")"):
             value = f"{{{form.strip()}: [{ends[:-1]}]}}"
-        overrides.append(f"space.{name.strip()}={value}")
+        overrides.append(Override(f"space.{name.strip()}={value}", f"--param {param}"))
     for objective in objectives:
-        name, separator, direction = objective.partition(":")
-        if not separator:
+        name, *words = (word.strip() for word in objective.split(":"))
+        if len(words) not in (1, 2):
             raise UserError(
-                f"--objective needs NAME:minimize or NAME:maximize, got {objective!r}",
-                hint=f"--objective {name}:minimize",
+                f"--objective needs NAME:minimize or NAME:maximize, and a bound where there is one, got {objective!r}",
+                hint=f"--objective {name}:minimize, or --objective {name}:minimize:4",
             )
-        overrides.append(f"objectives.{name.strip()}={direction.strip()}")
+        value = words[0] if len(words) == 1 else f"{{direction: {words[0]}, bound: {words[1]}}}"
+        overrides.append(Override(f"objectives.{name}={value}", f"--objective {objective}"))
     return overrides
 
 

@@ -116,7 +116,7 @@ def _find(storage: BaseStorage, url: str, name: str | None) -> tuple[int, str]:
     if name is None or name not in studies:
         known = ", ".join(sorted(studies)) or "none"
         what = "which study is meant?" if name is None else f"there is no study {name!r}"
-        raise UserError(f"{what} ({hide_password(url)} holds: {known})", hint="name one of these")
+        raise UserError(f"{what} ({hide_password(url)} holds: {known})", hint="say which: --optuna-name NAME")
     return studies[name], name
 
 

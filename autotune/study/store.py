@@ -164,7 +164,7 @@ def _parse(path: Path) -> list[dict[str, Any]]:
             raise UserError(
                 "the study's journal is damaged at this line; nothing was changed",
                 hint=f"go back to the copy of the last start (in the study's folder: cp {BACKUP_FILE} {JOURNAL_FILE};"
-                " later trials are run again), or begin another study with --study NAME",
+                " later trials are run again), or begin another study (--study NAME; in Python another folder or name)",
                 where=f"{path}:{number}",
             )
         logs.append(log)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from autotune.cli import main
+from autotune.space.command_grammar import load_command_space
+from autotune.space.load import inline_overrides
 from autotune.study.study import load_snapshot
 
 FAKE = Path(__file__).parents[1] / "study" / "fake_program.py"
@@ -49,6 +51,15 @@ def test_a_dry_run_shows_commands_and_writes_nothing(folder: Path, capsys: pytes
     assert data["commands"][0][2] == "ok"
     assert float(data["commands"][0][3]) == data["candidates"][0]["x"]
     assert not (folder / "runs").exists()
+
+
+def test_a_bound_is_told_with_its_objective() -> None:
+    overrides = inline_overrides("python {x}", ["x=[1, 2]"], ["loss:minimize:4", "speed:maximize"])
+    objectives = load_command_space(None, overrides).objectives
+    assert [(o.name, o.direction, o.bound) for o in objectives] == [
+        ("loss", "minimize", 4.0),
+        ("speed", "maximize", None),
+    ]
 
 
 @pytest.mark.dist
@@ -135,6 +146,14 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
         (["sweep", "--command", "python {x}", *INLINE, "--set", "folder=/none", "--trials", "1"], "does not exist"),
         (["sweep", "--command", "python {x}", "--param", "x", "--trials", "1"], "--param needs NAME=VALUES"),
         (["sweep", "--command", "python {x}", "--param", "x=[1, 2]", "--objective", "loss"], "--objective needs"),
+        (
+            ["sweep", "--command", "python {x}", "--param", "x=[1, 2]", "--objective", "loss:min"],
+            "--objective loss:min: '",
+        ),
+        (["sweep", "--command", "python {y}", *INLINE], "--command python {y}: the command"),
+        (["sweep", "--command", "python {x}", "--param", "x=0..1", "--objective", "a:minimize"], "--param x=0..1: 'x'"),
+        (["sweep", "tiny_llama", "--dry-run"], "tiny_llama is a part of a space: it has no 'space'\nhint: build on it"),
+        (["sweep", "adamw", "--dry-run"], "adamw is a part of a space: it has no 'model' and no 'workload'"),
         (["studies", "export", "none"], "there is no study"),
         (["studies", "merge", "a", "--into", "b"], "two different studies"),
         (["studies", "import", "sqlite:///none.db", "b"], "no database"),

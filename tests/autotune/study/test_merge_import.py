@@ -164,6 +164,9 @@ def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
     storage.create_new_study([optuna.study.StudyDirection.NOT_SET], "vague")
     with pytest.raises(UserError, match="there is no study 's'"):
         import_optuna(url, "s", tmp_path / "ours")
+    storage.create_new_study([optuna.study.StudyDirection.MINIMIZE], "other")
+    with pytest.raises(UserError, match=r"holds: other, vague\)\nhint: say which: --optuna-name NAME"):
+        import_optuna(url, None, tmp_path / "ours")
     with pytest.raises(UserError, match="does not say whether"):
         import_optuna(url, "vague", tmp_path / "ours")
     path = str(tmp_path / "journal.log")
