@@ -283,11 +283,11 @@ def _bounds_text(bounds: Sequence[Objective]) -> str:
 
 
 def _some_numbers(snapshot: StudySnapshot, count: int) -> str:
-    """Numbers of trials worth naming: those of the front first."""
+    """Numbers of trials worth naming, in order; where there are many, those of the front rather than others."""
     usable = [trial.number for trial in front_trials(snapshot)]
     whole = [trial.number for trial in snapshot.trials if trial.values is not None and trial.share == 1]
     usable += [number for number in whole if number not in usable]
-    return ", ".join(map(str, usable[:count])) + (", ..." if len(usable) > count > 1 else "") or "none"
+    return ", ".join(map(str, sorted(usable[:count]))) + (", ..." if len(usable) > count > 1 else "") or "none"
 
 
 def _percent(ratio: float) -> str:

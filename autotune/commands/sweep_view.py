@@ -155,7 +155,7 @@ class SweepView:
         values = measured_values(outcome, self._objectives)
         if values is None:
             return f"{outcome.kind}: {outcome.detail}{took}"
-        return ", ".join(objective.text(values[objective.name]) for objective in self._objectives) + took
+        return ", ".join(_told(objective, values[objective.name]) for objective in self._objectives) + took
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -202,8 +202,13 @@ class SweepView:
         if not self._best:
             return Text("no feasible trial yet", style="dim")
         by_name = {objective.name: objective for objective in self._objectives}
-        texts = [f"{by_name[name].text(value)} (trial {number})" for name, (value, number) in self._best.items()]
+        texts = [f"{_told(by_name[name], value)} (trial {number})" for name, (value, number) in self._best.items()]
         return Text("best so far: " + ", ".join(texts), style="green")
+
+
+def _told(objective: Objective, value: float) -> str:
+    """A value for people, with the objective's name where no unit tells it."""
+    return objective.text(value) if objective.unit else f"{objective.label} {objective.text(value)}"
 
 
 def describe(assignment: Assignment) -> str:

@@ -147,3 +147,12 @@ def test_the_only_candidate_gives_up_nothing():
         "no other candidate within peak memory at most"
         in explain(study, pick(study, "knee", [bound]), "knee", [bound])[-1]
     )
+
+
+def test_trials_to_pick_from_are_named_in_order():
+    """Of many those of the front, of few all of them."""
+    study = make_snapshot(12, failure_ratio=0)
+    named = refusal(study, "99").partition("trials with a result: ")[2].partition(", ...")[0]
+    numbers = list(map(int, named.split(", ")))
+    assert numbers == sorted(numbers)
+    assert {trial.number for trial in front_trials(study)[:8]} <= set(numbers)

@@ -1,13 +1,17 @@
 """What a sweep says before its first trial and after its last."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autotune.cli import main
 from autotune.commands.sweep import ending_remarks
+from autotune.commands.sweep_view import SweepView
 from autotune.space.objectives import Objective
+from autotune.study.assignment import Assignment
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from autotune.study.study import Nothing
 from engine.outcome import Outcome
@@ -65,3 +69,16 @@ def test_a_dry_run_shows_the_rungs_and_guesses_of_a_training_space(
     text = capsys.readouterr().out
     assert "25 %, 100 %" in text
     assert "learning_rate=0.00125" in text.partition("tried first")[2].partition("examples of candidates")[0]
+
+
+def test_values_without_a_unit_are_told_by_name(tmp_path: Path) -> None:
+    """Two figures of a user's own program could be either."""
+    objectives = (Objective(name="loss"), Objective(name="seconds"), Objective(name="quality"))
+    console = Console(width=120, file=io.StringIO())
+    view = SweepView(console, StudySnapshot("small", tmp_path, objectives, ()), 2, 1)
+    outcome = Outcome(kind="ok", metrics={"loss": 0.25, "seconds": 3.0}, held_out_loss=2.0)
+    view.finished(Assignment(0, 1, tmp_path, {}, "x=1", 0), outcome)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    assert "loss 0.25, seconds 3, 2 nats/token" in file.getvalue()
+    assert "loss 0.25 (trial 0)" in view._best_line().plain
