@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import UserError
-from engine.units import format_count, parse_count, parse_tokens
+from engine.units import format_count, parse_batch, parse_count, parse_tokens
 
 if TYPE_CHECKING:
-    from autotune.prior.predict import TaskPrior
+    from autotune.prior.predict import Fixed, Prior, TaskPrior
     from autotune.prior.task import Task
 
 MAX_PORTFOLIO = 49
@@ -34,13 +35,20 @@ def command(
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face config.json (or a model of ours as YAML) to count parameters of.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
-    optimizer: Annotated[str, typer.Option(help="Name of the optimizer.")] = "adamw",
+    seq_len: Annotated[str, typer.Option(help="Tokens of one sequence, such as 4096 or 4Ki.")] = "2048",
+    optimizer: Annotated[str, typer.Option(help="Name of the optimizer, in any case.")] = "adamw",
     schedule: Annotated[
         str, typer.Option(help="Learning rate after warm-up: cosine, wsd, linear or constant.")
     ] = "cosine",
     batch: Annotated[
-        str | None, typer.Option(help="Global batch in tokens, where it is fixed: the others are the best beside it.")
+        str | None,
+        typer.Option(
+            help="Global batch where it is fixed, in tokens (1M, 2Mi-tokens) or sequences (512-seqs): all else is the"
+            " best beside it."
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate where it is fixed: all else is the best beside it.")
     ] = None,
     portfolio: Annotated[int, typer.Option(min=1, max=MAX_PORTFOLIO, help="How many points to try first.")] = 5,
     rows: Annotated[
@@ -55,10 +63,11 @@ def command(
 
     if no_own and rows is not None:
         raise UserError("--rows and --no-own exclude each other", hint="drop one of them")
-    task = _task(params, active_params, model, tokens, seq_len, optimizer, schedule)
+    task = _task(params, active_params, model, tokens, _positive(seq_len, "--seq-len"), optimizer, schedule)
     own = [] if no_own else read_rows(rows or default_rows_file())
-    given = {} if batch is None else {"global_batch_tokens": float(_positive(batch, "--batch"))}
-    answer = _answer(Prior.load(own).at(task), given, portfolio, len(own))
+    prior = Prior.load(own)
+    _check_optimizer(prior, optimizer)
+    answer = _answer(prior.at(task), _given(task, batch, learning_rate), portfolio, len(own))
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
@@ -99,22 +108,65 @@ def _task(
     return parse(Task, {**counts, **recipe})
 
 
+def _check_optimizer(prior: Prior, name: str) -> None:
+    known = prior.optimizers
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        raise UserError(
+            f"--optimizer {name}: no run with it was seen",
+            hint=(f"did you mean {close[0]}? " if close else "ask for the one most like it, ")
+            + f"known are {', '.join(known)}, and those of runs added by 'autotune prior add'",
+        )
+
+
+def _given(task: Task, batch: str | None, learning_rate: float | None) -> dict[str, float | str]:
+    """What is fixed, by the prior's names, once it is seen to be possible."""
+    given: dict[str, float | str] = {"schedule": task.schedule}
+    length, total = task.sequence_length, task.total_tokens
+    if total < length:
+        raise UserError(
+            f"--tokens {total} is less than one sequence of {length}",
+            hint=f"give {length} tokens or more, such as --tokens 20B, or a shorter --seq-len",
+        )
+    if learning_rate is not None:
+        if not 0 < learning_rate <= 1:
+            raise UserError(
+                f"--learning-rate must be above 0 and at most 1, got {learning_rate:g}", hint="example: 1e-3"
+            )
+        given["learning_rate"] = learning_rate
+    if batch is not None:
+        is_sequences = batch.strip().endswith(("-seqs", "-seq"))
+        num_tokens = parse_batch(batch, length).num_sequences * length if is_sequences else _positive(batch, "--batch")
+        if num_tokens < length:
+            raise UserError(
+                f"--batch {batch} is {num_tokens} tokens, less than one sequence of {length}",
+                hint=f"did you mean {num_tokens}-seqs? Give {length} tokens or more, or a shorter --seq-len",
+            )
+        if num_tokens > total:
+            raise UserError(
+                f"--batch {batch} is {num_tokens} tokens, more than the {total} of the whole run (--tokens)",
+                hint="give a smaller batch, or more tokens",
+            )
+        given["global_batch_tokens"] = float(num_tokens)
+    return given
+
+
 def _positive(text: str, option: str) -> int:
-    value = parse_tokens(text, what=option) if option != "--params" else parse_count(text, what=option)
+    value = parse_count(text, what=option) if "params" in option else parse_tokens(text, what=option)
     if value < 1:
         raise UserError(f"{option} must be above zero, got {text!r}", hint="examples: 350M, 1B, 20B")
     return value
 
 
-def _answer(prior: TaskPrior, given: dict[str, float], num_points: int, num_own: int) -> dict[str, Any]:
-    best = prior.optimum(given)
-    level = prior.loss_level()
+def _answer(prior: TaskPrior, given: Fixed, num_points: int, num_own: int) -> dict[str, Any]:
+    best, level = prior.optimum(given), prior.loss_level(given)
+    support, reasons = prior.support_beside(given)
     return {
         **best,
         "predicted_loss": None if level is None else {"mean": level[0], "sd": level[1]},
-        "interval_90": {name: list(ends) for name, ends in prior.interval_90.items() if name not in given},
-        "support": prior.support,
-        "reasons": list(prior.reasons),
+        "interval_90": {name: list(ends) for name, ends in prior.interval_90(given).items()},
+        "support": support,
+        "reasons": list(reasons),
         "portfolio": prior.portfolio(num_points, given),
         "task": prior.task.to_data(),
         "num_own_rows": num_own,

@@ -24,6 +24,8 @@ from autotune.prior.surface import NOISE, SOFTNESS, Surface, harden, optimum_law
 from autotune.prior.task import HYPERPARAMETERS, Task
 
 Support = Literal["inside", "extrapolated", "outside"]
+Fixed = Mapping[str, float | str]
+"""Values that are fixed beside what is asked for: of learning rate, batch or schedule, by name."""
 
 SHIPPED = Path(__file__).with_name("fitted.npz")
 LEARNING_RATES = (1e-6, 0.1)
@@ -32,6 +34,8 @@ LEAST_STEPS = 50
 """A run has at least so many steps at the batches it proposes."""
 MOST_WARMUP = 0.3
 """Longest warm-up it proposes: short runs of the tables warm up for a fixed number of steps."""
+SEEN = 1.3
+"""How far from the law's optimum the grids reach in learning rate and batch, in logarithms (``INDUCING_U``)."""
 REACH = 2.5
 """How far from the law's optimum the surface's is looked for, in logarithms."""
 NEAR = 1.0
@@ -95,58 +99,96 @@ class TaskPrior:
         varied = np.array([name in points for name in COORDINATES])
         return mean, self._sd(coordinates, fit_sd, mean, final_sd, varied)
 
-    def loss_level(self) -> tuple[float, float] | None:
+    def loss_level(self, given: Fixed | None = None) -> tuple[float, float] | None:
         """Loss at the optimum and its standard deviation, nats per token; None where the prior can't tell.
 
         It is that of the tables' text and tokenizer, moved by what own runs near this size reached.
+
+        Args:
+            given: Values that are fixed: the loss is that of the best beside them.
         """
-        if self.support == "outside":
+        if self.support_beside(given or {})[0] == "outside":
             return None
         shift, shift_sd = self.level_shift or (0.0, 0.0)
-        return self.level.at(task_coordinates(self.task)) + shift, math.hypot(
-            self.level.error * (1 + self.outside), shift_sd
-        )
+        level = self.level.at(task_coordinates(self.task)) + shift
+        sd = math.hypot(self.level.error * (1 + self.outside), shift_sd)
+        if not given:
+            return level, sd
+        mean, mean_sd = self.excess({name: np.array([value]) for name, value in self.optimum(given).items()})
+        return level + float(mean[0]), math.hypot(sd, float(mean_sd[0]))
 
-    def optimum(self, given: Mapping[str, float] | None = None) -> dict[str, float | str]:
+    def support_beside(self, given: Fixed) -> tuple[Support, tuple[str, ...]]:
+        """Support of the answer beside fixed values, which may lie far from all that was seen, and its reasons.
+
+        Args:
+            given: Values that are fixed.
+        """
+        support, reasons = self.support, list(self.reasons)
+        best = self._best(given)
+        places = self._places(best[:1], best[1:2])[0]
+        for name, place in zip(COORDINATES[:2], places, strict=False):
+            away = abs(float(place))
+            if name not in given or away <= SEEN:
+                continue
+            support = "outside" if away > REACH or support == "outside" else "extrapolated"
+            reasons.append(
+                f"the {name} given is a factor of about {float(f'{math.exp(away):.2g}'):,g} from the best known,"
+                f" runs were seen within a factor of {math.exp(SEEN):.1f}"
+            )
+        return support, tuple(reasons)
+
+    def optimum(self, given: Fixed | None = None) -> dict[str, float | str]:
         """The hyperparameters to begin with by their names: those of least expected loss, given how uncertain the prior
         is of where the best ones lie (``risk``).
 
         Args:
-            given: Values of learning rate or batch that are fixed: the others are the best beside them.
+            given: Values of learning rate, batch or schedule that are fixed: the others are the best beside them.
+                A constant rate is only proposed where it is fixed, and has no final share.
         """
+        given = given or {}
         centre = self._careful(given) if given else self._proposal
-        best: dict[str, float | str] = {name: backward(name, z) for name, z in zip(COORDINATES, centre, strict=True)}
-        best |= given or {}
+        best: dict[str, float | str] = {
+            name: self._within(name, backward(name, z)) for name, z in zip(COORDINATES, centre, strict=True)
+        }
         schedule = "cosine" if self.task.schedule == "constant" else self.task.schedule
-        return best | {"schedule": schedule, "min_lr_ratio": 0.0}
+        best = {**best, "schedule": schedule, **given}
+        if best["schedule"] == "wsd":
+            best["decay_ratio"] = self.task.decay_ratio
+        return best if best["schedule"] == "constant" else {**best, "min_lr_ratio": 0.0}
 
-    @property
-    def interval_90(self) -> dict[str, tuple[float, float]]:
-        """Hyperparameter name -> where the best value lies with a probability of 0.9, round the likeliest one."""
-        sd = np.concatenate([self._place_sd, self.offset_sd[2:6]])
+    def interval_90(self, given: Fixed | None = None) -> dict[str, tuple[float, float]]:
+        """Hyperparameter name -> where the best value lies with a probability of 0.9, round the likeliest one.
+
+        Args:
+            given: Values that are fixed, which have no interval: those of the others are of the best beside them.
+        """
+        given = given or {}
+        centre = self._best(given) if given else self._centre
+        sd = np.concatenate([self._place_sd(centre, given), self.offset_sd[2:6]])
         intervals = {}
-        for name, z, width in zip(COORDINATES, self._centre, sd * NORMAL_90, strict=True):
-            ends = sorted((backward(name, z - width), backward(name, z + width)))
-            if name == "global_batch_tokens":
-                ends = [self._in_bounds(end) for end in ends]
-            least, most = {"learning_rate": LEARNING_RATES, "warmup_ratio": (0.0, 1.0)}.get(name, (0.0, math.inf))
-            intervals[name] = (max(ends[0], least), min(ends[1], most))
+        for name, z, width in zip(COORDINATES, centre, sd * NORMAL_90, strict=True):
+            if name not in given:
+                least, most = self._bounds(name)
+                ends = sorted((backward(name, z - width), backward(name, z + width)))
+                intervals[name] = (min(max(ends[0], least), most), max(min(ends[1], most), least))
         return intervals
 
-    def portfolio(self, k: int = 5, given: Mapping[str, float] | None = None) -> list[dict[str, float | str]]:
+    def portfolio(self, k: int = 5, given: Fixed | None = None) -> list[dict[str, float | str]]:
         """``k`` points to try first: the optimum, learning rate and batch off it in turn, then both, then further.
 
         Args:
-            k: How many.
-            given: Values of learning rate or batch that are fixed.
+            k: How many; fewer where bounds and what is fixed leave no more.
+            given: Values of learning rate, batch or schedule that are fixed.
         """
         best, fixed = self.optimum(given), given or {}
         points = []
         for rate, batch in _spiral():
             point = {
                 **best,
-                "learning_rate": float(best["learning_rate"]) * 1.6**rate,
-                "global_batch_tokens": self._in_bounds(float(best["global_batch_tokens"]) * 1.5**batch),
+                "learning_rate": self._within("learning_rate", float(best["learning_rate"]) * 1.6**rate),
+                "global_batch_tokens": self._within(
+                    "global_batch_tokens", float(best["global_batch_tokens"]) * 1.5**batch
+                ),
                 **fixed,
             }
             if point not in points:
@@ -163,21 +205,29 @@ class TaskPrior:
         """Coordinates of what to begin with, ``[6]``."""
         return self._careful({})
 
-    @cached_property
-    def _place_sd(self) -> Floats:
-        """Standard deviation of where the best learning rate and batch lie, ``[2]``: of the recipe and the surface."""
-        return np.hypot(self.offset_sd[:2], self._core_sd)
+    def _place_sd(self, centre: Floats, given: Fixed) -> Floats:
+        """Standard deviation of where the best learning rate and batch lie, ``[2]``: of the recipe and the surface.
+
+        Beside a fixed one, that of the other holds also what it moves by when the fixed one's own best is elsewhere.
+        """
+        sd = np.hypot(self.offset_sd[:2], self._core_sd(centre))
+        step = 0.3
+        for axis, name in enumerate(COORDINATES[:2]):
+            if name in given:
+                ends = [self._best({**given, name: float(given[name]) * math.exp(s)}) for s in (-step, step)]
+                slope = (ends[1] - ends[0])[1 - axis] / (2 * step)
+                sd[1 - axis] = math.hypot(sd[1 - axis], slope * self.offset_sd[axis])
+        return sd
 
     @cached_property
     def _lowest(self) -> float:
         places = self._places(self._centre[:1], self._centre[1:2])
         return float(harden(self.surface.mean(places))[0])
 
-    @cached_property
-    def _core_sd(self) -> Floats:
+    def _core_sd(self, centre: Floats) -> Floats:
         """Standard deviation of the surface's own optimum, ``[2]``: of its slope there, over its curvature."""
         step = 0.3
-        moved = np.array([[0.0, 0.0], [step, 0], [-step, 0], [0, step], [0, -step]]) + self._centre[:2]
+        moved = np.array([[0.0, 0.0], [step, 0], [-step, 0], [0, step], [0, -step]]) + centre[:2]
         places = self._places(moved[:, 0], moved[:, 1])
         values, sd = self.surface.mean(places), np.zeros(2)
         for axis in (0, 1):
@@ -191,11 +241,20 @@ class TaskPrior:
         tasks = np.broadcast_to(task_coordinates(self.task), (len(log_rate), 3))
         return self.surface.places(log_rate, log_batch, tasks, self.offset[:2])
 
-    def _in_bounds(self, batch: float) -> float:
-        least = float(self.task.sequence_length)
-        return min(max(batch, least), max(self.task.total_tokens / LEAST_STEPS, least))
+    def _bounds(self, name: str) -> tuple[float, float]:
+        """Least and greatest value of a hyperparameter that is ever proposed."""
+        length = float(self.task.sequence_length)
+        return {
+            "learning_rate": LEARNING_RATES,
+            "global_batch_tokens": (length, max(self.task.total_tokens / LEAST_STEPS, length)),
+            "warmup_ratio": (0.0, MOST_WARMUP),
+        }.get(name, (0.0, math.inf))
 
-    def _careful(self, given: Mapping[str, float]) -> Floats:
+    def _within(self, name: str, value: float) -> float:
+        least, most = self._bounds(name)
+        return min(max(value, least), most)
+
+    def _careful(self, given: Fixed) -> Floats:
         best = self._best(given) if given else self._centre
         sharpness = float(np.exp(self.offset[6]))
         lowest = float(harden(self.surface.mean(self._places(best[:1], best[1:2])))[0])
@@ -203,20 +262,19 @@ class TaskPrior:
         def excess(log_rate: Floats, log_batch: Floats) -> Floats:
             return sharpness * (harden(self.surface.mean(self._places(log_rate, log_batch))) - lowest)
 
-        return np.concatenate(
-            [careful(excess, best[:2], self.offset_sd[:2], self.cliff, self._ranges(given)), best[2:]]
-        )
-
-    def _ranges(self, given: Mapping[str, float]) -> list[tuple[float, float]]:
-        """Coordinates of the least and greatest learning rate and batch that are proposed beside given ones."""
-        bounds = (LEARNING_RATES, (self._in_bounds(0.0), self._in_bounds(math.inf)))
-        fixed = {name: float(forward(name, value)) for name, value in given.items()}
-        return [
-            (fixed[name], fixed[name]) if name in fixed else (math.log(low), math.log(high))
-            for name, (low, high) in zip(COORDINATES, bounds, strict=False)
+        width = NORMAL_90 * self._place_sd(best, given)
+        ranges = [  # never beyond the interval: far from all that was seen, the excess is flat and caution has no end
+            (max(low, z - w), min(high, z + w))
+            for (low, high), z, w in zip(self._ranges(given), best, width, strict=False)
         ]
+        return np.concatenate([careful(excess, best[:2], self.offset_sd[:2], self.cliff, ranges), best[2:]])
 
-    def _best(self, given: Mapping[str, float]) -> Floats:
+    def _ranges(self, given: Fixed) -> list[tuple[float, float]]:
+        """Coordinates of the least and greatest learning rate and batch that are proposed beside given ones."""
+        ends = [(given[name],) * 2 if name in given else self._bounds(name) for name in COORDINATES[:2]]
+        return [(math.log(float(low)), math.log(float(high))) for low, high in ends]
+
+    def _best(self, given: Fixed) -> Floats:
         law = optimum_law(self.surface.law, task_coordinates(self.task)[None])
         axes = []
         for axis, (low, high) in enumerate(self._ranges(given)):
@@ -292,6 +350,11 @@ class Prior:
         recipes = dataclasses.replace(self.recipes, anchors=(*self.recipes.anchors, *(anchor for anchor, _ in own)))
         return dataclasses.replace(self, recipes=recipes, own=(*self.own, *own))
 
+    @property
+    def optimizers(self) -> list[str]:
+        """Names of the optimizers of which runs were seen, the user's own among them."""
+        return sorted({anchor.optimizer for anchor in self.recipes.anchors})
+
     def at(self, task: Task) -> TaskPrior:
         """The prior at one task."""
         place = task_coordinates(task)
@@ -308,7 +371,6 @@ class Prior:
         reasons: list[str] = []
         gap = float(np.sqrt(((self.surface.tasks - place) ** 2).sum(axis=1)).min())
         distance = max(float(np.linalg.norm(beyond)), gap - NEAR, 0.0)
-        optimizers = {anchor.optimizer for anchor in self.recipes.anchors}
         support: Support = "inside" if distance <= 0.35 else "extrapolated" if distance <= FAR else "outside"
         if distance > 0.35:
             words = ("parameters", "tokens", "the share of active parameters")
@@ -319,9 +381,10 @@ class Prior:
                 f"the nearest sizes the prior was fitted to are a factor of about {factor:,.0f} away"
                 + (f" ({', '.join(sides)})" if sides else "")
             )
-        if task.optimizer not in optimizers:
+        if task.optimizer not in self.optimizers:
             support = "outside"
-            reasons.append(f"no run with the optimizer {task.optimizer!r} was seen")
+            seen = ", ".join(self.optimizers)
+            reasons.append(f"no run with the optimizer {task.optimizer!r} was seen; seen were {seen}")
         elif task.optimizer != "adamw" and support == "inside":
             support = "extrapolated"
             reasons.append(f"{task.optimizer} was seen in one-factor sweeps of 130M to 1.2B parameters only")

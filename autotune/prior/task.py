@@ -40,13 +40,13 @@ class Task(Schema):
     sequence_length: Count = 2048
     """Tokens of one sequence."""
     optimizer: str = "adamw"
-    """Name of the optimizer; of those the prior never saw it says so."""
+    """Name of the optimizer in any case; of those the prior never saw it says so."""
     family: Family = "dense"
     """Dense, or mixture of experts."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up."""
     min_lr_ratio: Ratio = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a share of the peak; left out, 1 for a constant rate."""
     decay_ratio: Ratio = 0.2
     """Share of the tokens over which wsd decays."""
     weight_decay: NonNegative = 0.1
@@ -61,9 +61,13 @@ class Task(Schema):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("num_active_parameters") is None and "num_parameters" in data:
+        if not isinstance(data, dict):
+            return data
+        if data.get("num_active_parameters") is None and "num_parameters" in data:
             data = {**data, "num_active_parameters": data["num_parameters"]}
-        return data
+        if isinstance(data.get("optimizer"), str):
+            data = {**data, "optimizer": data["optimizer"].lower()}
+        return {"min_lr_ratio": 1.0, **data} if data.get("schedule") == "constant" else data
 
     @model_validator(mode="after")
     def _check(self) -> Task:

@@ -76,6 +76,24 @@ def test_a_fixed_batch_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "global_batch_tokens" not in answer["interval_90"]
 
 
+def test_what_is_fixed_is_kept_and_the_rest_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--params", "1B", "--tokens", "20B")
+    free, sequences = ask(capsys, *size), ask(capsys, *size, "--batch", "64-seqs", "--seq-len", "2Ki")
+    assert sequences["global_batch_tokens"] == 64 * 2048
+    assert sequences["interval_90"]["learning_rate"][1] < free["interval_90"]["learning_rate"][1]
+    assert sequences["predicted_loss"]["mean"] > free["predicted_loss"]["mean"]
+    far = ask(capsys, *size, "--batch", "4Ki")
+    assert (far["support"], far["predicted_loss"]) == ("outside", None)
+    rate = ask(capsys, *size, "--learning-rate", "0.01")
+    assert (rate["learning_rate"], rate["support"]) == (0.01, "extrapolated")
+    assert "learning_rate" not in rate["interval_90"]
+    constant = ask(capsys, *size, "--schedule", "constant", "--optimizer", "AdamW")
+    assert constant["schedule"] == "constant"
+    assert {point["schedule"] for point in constant["portfolio"]} == {"constant"}
+    assert constant["predicted_loss"]["mean"] > free["predicted_loss"]["mean"] + 0.03
+    assert constant["task"]["optimizer"] == "adamw"
+
+
 def test_own_runs_move_the_answer_unless_left_aside(capsys: pytest.CaptureFixture[str], rows_file: Path) -> None:
     before = ask(capsys, "--params", "20M", "--tokens", "200M")["learning_rate"]
     task = Task(num_parameters=15_000_000, num_active_parameters=15_000_000, total_tokens=150_000_000)
@@ -107,6 +125,13 @@ def test_own_runs_move_the_answer_unless_left_aside(capsys: pytest.CaptureFixtur
         (["--params", "1B", "--tokens", "20B", "--active-params", "2B"], "--active-params 2B is more than"),
         (["--params", "1B", "--tokens", "20B", "--schedule", "step"], "'schedule'"),
         (["--model", "nowhere.json", "--tokens", "20B"], "nowhere.json"),
+        (["--params", "7b", "--tokens", "20B"], "did you mean 7B?"),
+        (["--params", "1B", "--tokens", "20"], "--tokens 20 is less than one sequence of 2048"),
+        (["--params", "1B", "--tokens", "20B", "--batch", "512"], "did you mean 512-seqs?"),
+        (["--params", "1B", "--tokens", "20B", "--batch", "100B"], "more than the 20000000000 of the whole run"),
+        (["--params", "1B", "--tokens", "20B", "--learning-rate", "0"], "--learning-rate must be above 0"),
+        (["--params", "1B", "--tokens", "20B", "--optimizer", "adamwx"], "did you mean adamw? known are adamw,"),
+        (["--params", "1B", "--tokens", "20B", "--seq-len", "0"], "--seq-len must be above zero"),
         (["--params", "1B", "--tokens", "20B", "--rows", "x", "--no-own"], "exclude each other"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_tiny_task_gets_a_sane_guess_and_is_told_to_lie_outside() -> None:
     assert prior.loss_level() is None
     assert 3e-4 < float(best["learning_rate"]) < 3e-2
     assert TINY["sequence_length"] <= float(best["global_batch_tokens"]) <= TINY["total_tokens"] / LEAST_STEPS
-    near, far = shipped().at(task()).interval_90["learning_rate"], prior.interval_90["learning_rate"]
+    near, far = shipped().at(task()).interval_90()["learning_rate"], prior.interval_90()["learning_rate"]
     assert far[1] / far[0] > 5 * near[1] / near[0]
 
 
@@ -128,7 +128,7 @@ def test_a_constant_rate_is_worse_than_any_decay() -> None:
 def test_intervals_hold_the_optimum() -> None:
     prior = shipped().at(task())
     best = prior.optimum()
-    for name, (low, high) in prior.interval_90.items():
+    for name, (low, high) in prior.interval_90().items():
         assert low <= float(best[name]) <= high
         assert name in HYPERPARAMETERS
 
@@ -146,6 +146,64 @@ def test_beside_a_fixed_batch_the_rate_follows_it() -> None:
     small, large = (prior.optimum({"global_batch_tokens": batch}) for batch in (1e5, 2e6))
     assert small["global_batch_tokens"] == 1e5
     assert float(small["learning_rate"]) < float(large["learning_rate"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"global_batch_tokens": 128.0}, {"global_batch_tokens": 3e7}, {"learning_rate": 1e-5}, {"learning_rate": 0.1},
+     {"schedule": "constant"}],
+)  # fmt: skip
+@pytest.mark.parametrize("fields", [{}, TINY, {"num_parameters": 1, "total_tokens": 128, "optimizer": "lion"}])
+def test_starts_lie_in_their_intervals_and_all_within_bounds(fields: dict[str, Any], given: dict[str, Any]) -> None:
+    """Also beside values that are fixed far from all that was seen, and for tasks of no sense."""
+    prior = shipped().at(task(**{"sequence_length": 128, **fields}))
+    best, intervals, points = prior.optimum(given), prior.interval_90(given), prior.portfolio(9, given)
+    assert given.items() <= best.items()
+    assert not given.keys() & intervals.keys()
+    assert points[0] == best
+    most_batch = max(prior.task.total_tokens / LEAST_STEPS, prior.task.sequence_length)
+    bounds = {"learning_rate": (1e-6, 0.1), "global_batch_tokens": (128, most_batch), "warmup_ratio": (0.0, 0.3)}
+    for name, (low, high) in intervals.items():
+        assert low * (1 - 1e-9) <= float(best[name]) <= high * (1 + 1e-9)
+        least, most = bounds.get(name, (0.0, np.inf))
+        assert least <= low <= high <= most
+        assert all(least <= float(point[name]) <= most * (1 + 1e-9) for point in points)
+
+
+def test_what_is_fixed_moves_intervals_loss_and_support() -> None:
+    prior = shipped().at(task())
+    free, near, far = {}, {"global_batch_tokens": 1e6}, {"global_batch_tokens": 4096.0}
+    ends = [prior.interval_90(given)["learning_rate"] for given in (far, free, near)]
+    assert ends[0][1] < ends[1][0], "a batch of a hundredth wants rates far below"
+    assert ends[1][0] != ends[2][0]
+    best, beside = prior.loss_level(free), prior.loss_level({"global_batch_tokens": 4e6})
+    assert best is not None
+    assert beside is not None
+    assert beside[0] > best[0] + 0.005
+    assert beside[1] > best[1]
+    assert [prior.support_beside(given)[0] for given in (free, near, far)] == ["inside", "inside", "outside"]
+    assert "global_batch_tokens given is a factor of about" in prior.support_beside(far)[1][-1]
+    assert prior.loss_level(far) is None
+
+
+def test_a_schedule_that_is_fixed_is_kept_and_costs_what_it_costs() -> None:
+    answers = {}
+    for schedule in ("cosine", "wsd", "linear", "constant"):
+        prior = shipped().at(task(schedule=schedule))
+        best = prior.optimum({"schedule": schedule})
+        level = prior.loss_level({"schedule": schedule})
+        assert level is not None
+        assert best["schedule"] == schedule
+        assert ("min_lr_ratio" in best) == (schedule != "constant")
+        assert ("decay_ratio" in best) == (schedule == "wsd")
+        answers[schedule] = level[0]
+    assert answers["cosine"] < answers["wsd"] < answers["constant"] - 0.03
+
+
+def test_names_of_optimizers_are_matched_in_any_case() -> None:
+    assert task(optimizer="AdamW") == task(optimizer="adamw")
+    reasons = shipped().at(task(optimizer="foo")).reasons
+    assert any("'foo'" in reason and "adamw, cautious" in reason for reason in reasons)
 
 
 def own_rows(size: dict[str, Any], best_rate: float, study: str = "mine") -> list[MetaRow]:
@@ -172,8 +230,8 @@ def test_own_runs_move_the_answer_at_a_neighbouring_size(size: dict[str, Any]) -
     taught = shipped().conditioned(own_rows(size, 4 * rate(shipped(), **size)))
     after = rate(taught, **neighbour)
     assert abs(np.log(after / wanted)) < 0.5 * abs(np.log(before / wanted))
-    wide = shipped().at(task(**neighbour)).interval_90["learning_rate"]
-    narrow = taught.at(task(**neighbour)).interval_90["learning_rate"]
+    wide = shipped().at(task(**neighbour)).interval_90()["learning_rate"]
+    narrow = taught.at(task(**neighbour)).interval_90()["learning_rate"]
     assert narrow[1] / narrow[0] < wide[1] / wide[0]
     assert "own stud" in taught.at(task(**neighbour)).reasons[-1]
 
