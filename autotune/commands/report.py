@@ -70,7 +70,7 @@ def _print(snapshot: StudySnapshot, page: Path, front: Path) -> None:
     from reports.terminal import front_table, status_line
 
     console = Console()
-    console.print(front_table(snapshot))
+    console.print(front_table(snapshot, width=console.width))
     lines = [status_line(snapshot)]
     lines += [f"{kind.kind} (trial {kind.first_trial}): {kind.first_detail}" for kind in get_failures(snapshot)]
     summary = get_summary(snapshot)

@@ -106,7 +106,7 @@ def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
     for row in snapshot.trials:
         trials.add_row(str(row.number), _state(row), escape(row.plan), *map(escape, _values(row, snapshot)))
     console.print(trials)
-    console.print(front_table(snapshot))
+    console.print(front_table(snapshot, width=console.width))
 
 
 @app.command()

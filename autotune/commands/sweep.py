@@ -394,7 +394,7 @@ def _print_end(
     from reports.terminal import front_table
 
     console.print()
-    console.print(front_table(snapshot))
+    console.print(front_table(snapshot, width=console.width))
     if chosen is not None:
         console.print(f"\ntrial {chosen} repeated with other seeds (mean and 95 % interval):", highlight=False)
         for value in _repeats(snapshot, chosen):

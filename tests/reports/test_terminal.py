@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 def printed(snapshot, width=120, **options):
     console = Console(file=io.StringIO(), width=width)
-    console.print(front_table(snapshot, **options))
+    console.print(front_table(snapshot, width=width, **options))
     return console.file.getvalue()
 
 
@@ -37,6 +37,21 @@ def test_long_plans_leave_room_for_the_last_objective():
     lines = printed(replace(snapshot, trials=trials), width=80).splitlines()
     assert any(line.rstrip().endswith("nats/token") for line in lines)
     assert any("dp2 mb16 bf16" in line for line in lines)
+
+
+def test_four_objectives_and_any_plan_fit_into_80_columns():
+    snapshot = make_snapshot(40, names=("speed", "memory", "quality", "cost"))
+    plan = "dp_shard2-tp2-pp2 mb16 recompute=full bf16"
+    trials = [replace(trial, plan=plan) for trial in snapshot.trials]
+    for study in (snapshot, replace(snapshot, trials=trials)):
+        lines = printed(study, width=80).splitlines()
+        assert max(map(len, lines)) <= 80
+        header = " ".join(" ".join(lines[:8]).split())
+        assert all(word in header for word in ("tokens/s", "GiB", "nats/token", "$ per"))
+        first = next(trial for trial in study.trials if trial.number == 31)
+        (row,) = [line.split() for line in lines if line.split()[:1] == ["31"]]
+        assert float(row[-1]) == pytest.approx(first.values["cost"], rel=1e-2)
+    assert plan in printed(replace(snapshot, trials=trials), width=160)
 
 
 def test_a_small_value_beside_large_ones_keeps_its_digits():
