@@ -65,10 +65,16 @@ def nsga3(seed: int, size: int) -> NSGAIIISampler:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of interfaces that may change, and of fits on few or equal values, which the next trials mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Of interfaces that may change, of fits on few or equal values, which the next trials mend, and of packages that
+    would make proposals a little faster."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Every sampler keeps the contract; the genetic ones evolve; what a search has to say, and names that do not exist."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -81,6 +83,18 @@ def test_sobol_points_go_on_where_they_were_and_spread_better_than_chance() -> N
 class Talking(UniformSampler):
     def remarks(self, state: SearchState) -> list[str]:
         return [f"{len(state.observations)} seen"]
+
+
+def test_a_package_that_would_only_be_faster_is_not_asked_for() -> None:
+    """In a process of its own: the library complains once, when it is first used."""
+    code = (
+        "import sys; sys.modules['greenlet'] = None\n"
+        "from autotune.search.samplers import make_sampler\n"
+        "from autotune.testing.samplers import bowl, plain_space, search\n"
+        "search(make_sampler('gp'), plain_space(), bowl, 6)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_what_a_search_says_of_itself() -> None:
