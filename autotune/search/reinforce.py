@@ -59,13 +59,12 @@ class ReinforceSampler:
         candidates = (state.space.candidate(o.parameters) for o in state.observations)
         known = {candidate.key for candidate in candidates if candidate.is_legal}
         rng = np.random.default_rng(state.seed)
-        for attempt in range(MAX_TRIES):
-            wanted = world.start if not state.tried and not attempt else _wanted(world, policy, state, rng)
-            place, _ = world.ground.nearest(wanted)
-            chosen = state.space.active(world.ground.encoding.values(place))
+        chosen = _standing(world, world.start)  # once, whatever the user's guesses were
+        for _ in range(MAX_TRIES):
             candidate = state.space.candidate(chosen)
             if candidate.is_legal and candidate.key not in known:
                 return chosen
+            chosen = _standing(world, _wanted(world, policy, state, rng))
         return UniformSampler().propose(state)
 
     def remarks(self, state: SearchState) -> list[str]:
@@ -75,7 +74,7 @@ class ReinforceSampler:
             return []
         loss, level, sd = start
         words = "as good as predicted" if _is_good(start) else "worse than predicted: the agent goes on"
-        return [f"the first trial reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
+        return [f"the predicted start reached {loss:.4g} nats/token, predicted {level:.4g} ± {sd:.2g}: {words}"]
 
     def expected_gain(self, state: SearchState) -> float | None:
         """See ``Foreseeing``: nothing more is looked for where quality alone counts and the prediction was good enough;
@@ -100,15 +99,26 @@ class ReinforceSampler:
 
 
 def _start_against_prediction(state: SearchState) -> tuple[float, float, float] | None:
-    """The loss of the first trial, and what was predicted for the optimum with its standard deviation."""
+    """The loss of the trial of what the prior predicts to be best, whatever was tried before it, and what was predicted
+    with its standard deviation."""
     predicted = state.task_prior.loss_level() if state.task_prior is not None else None
     name = state.space.roles.get(QUALITY, QUALITY)
-    first = state.tried[0] if state.tried else None
-    if predicted is None or first is None or first.values is None or name not in first.values:
+    if predicted is None or not state.space.dimensions:
         return None
-    if first.noise.get(name):  # a forecast of a training that did not go to the end
-        return None
-    return first.values[name], *predicted
+    world = World.of(replace(state, observations=()))
+    start = state.space.candidate(_standing(world, world.start)).key
+    for trial in state.tried:
+        if trial.values is None or name not in trial.values or trial.noise.get(name):
+            continue  # with noise it is a forecast, of a training that did not go to the end
+        if (trial.key or state.space.candidate(trial.parameters).key) == start:
+            return trial.values[name], *predicted
+    return None
+
+
+def _standing(world: World, wanted: np.ndarray) -> dict[str, Scalar]:
+    """The values nearest to coordinates ``[k]``."""
+    place, _ = world.ground.nearest(wanted)
+    return world.state.space.active(world.ground.encoding.values(place))
 
 
 def _is_good(start: tuple[float, float, float]) -> bool:

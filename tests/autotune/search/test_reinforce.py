@@ -1,6 +1,7 @@
 """The learned agent: legal proposals, the same in every process, better for having learned."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_a_policy_is_written_and_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_prediction_that_held_is_enough(agent: ReinforceSampler) -> None:
-    """Quality alone, and the first trial as good as predicted: nothing more is expected. Else the agent goes on."""
+    """Quality alone, and the predicted start as good as predicted: nothing more is expected. Else the agent goes on."""
     task = Task(num_parameters=500_000_000, total_tokens=10_000_000_000, min_lr_ratio=0.0)
     prior = Prior.load().at(task)
     predicted = prior.loss_level()
@@ -154,9 +155,16 @@ def test_a_prediction_that_held_is_enough(agent: ReinforceSampler) -> None:
     space = Space(
         "q", (Objective(name="quality"),), (Dimension("learning_rate", "log_float", low=1e-4, high=1e-2),), {}
     )
+    guess = Observation(0, "ok", {"learning_rate": 1e-4}, {"quality": predicted[0]})
+    after_guess = state_of(space, (guess,), task_prior=prior)
+    assert agent.remarks(after_guess) == [], "a guess is not what was predicted"
+    assert agent.expected_gain(after_guess) is None
+    start = agent.propose(after_guess)
+    assert start is not None
+    assert start == agent.propose(state_of(space, task_prior=prior)), "what is predicted comes after the guesses"
     for excess, gain, words in ((0.0, 0.0, "as good as predicted"), (1.0, None, "goes on")):
-        first = Observation(0, "ok", {"learning_rate": 1e-3}, {"quality": predicted[0] + excess})
-        state = state_of(space, (first,), task_prior=prior)
+        tried = Observation(1, "ok", start, {"quality": predicted[0] + excess})
+        state = state_of(space, (guess, tried), task_prior=prior)
         assert agent.expected_gain(state) == gain
         assert words in agent.remarks(state)[0]
 
@@ -166,8 +174,11 @@ def test_a_part_of_a_training_is_not_held_against_the_prediction(agent: Reinforc
     space = Space(
         "q", (Objective(name="quality"),), (Dimension("learning_rate", "log_float", low=1e-4, high=1e-2),), {}
     )
-    part = Observation(0, "ok", {"learning_rate": 1e-3}, {"quality": 9.0}, noise={"quality": 0.1})
+    start = agent.propose(state_of(space, task_prior=prior))
+    assert start is not None
+    part = Observation(0, "ok", start, {"quality": 9.0}, noise={"quality": 0.1})
     assert agent.remarks(state_of(space, (part,), task_prior=prior)) == []
+    assert agent.remarks(state_of(space, (replace(part, noise={}),), task_prior=prior)) != []
 
 
 def test_learning_ends_when_the_search_is_to_end(tmp_path: Path) -> None:
