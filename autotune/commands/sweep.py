@@ -101,7 +101,7 @@ def command(
         typer.Option(
             min=0.0,
             metavar="GAIN",
-            help="End when one more trial is expected to gain less, as 0.01 for 1 % of the front.",
+            help="End when one more trial is expected to gain less, as 0.01 for 1 % of the front's range.",
         ),
     ] = None,
     prior: Annotated[bool, typer.Option(help="Begin with what earlier training runs say of hyperparameters.")] = True,
