@@ -557,7 +557,10 @@ def _empty_reason(snapshot: StudySnapshot, front: Sequence[TrialRow]) -> str:
         return ""
     if not snapshot.trials:
         return "No trial has run yet."
-    if any(trial.values is not None for trial in snapshot.trials):
+    measured = [trial for trial in snapshot.trials if trial.values is not None]
+    if measured and all(trial.share < 1 for trial in measured):
+        return "No candidate has been trained in full yet."
+    if measured:
         nearest = least_violated(snapshot)
         which = f" The nearest is trial {nearest.trial.number}: {nearest.text}." if nearest else ""
         return f"Trials succeeded, but none is within the study's bounds.{which}"

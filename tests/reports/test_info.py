@@ -210,6 +210,7 @@ def test_summary_tells_what_repeats_gave():
         (make_snapshot(0, num_pending=2), "No trial has ended"),
         (make_snapshot(5, failure_ratio=1), "No trial has succeeded"),
         (make_snapshot(5, failure_ratio=0, bounds={"memory": 1.0}), "none is within"),
+        (replace(make_snapshot(0), trials=(make_trial(0, share=0.25, feasible=False),)), "trained in full"),
     ],
 )
 def test_summary_says_why_there_is_nothing_to_choose(snapshot, words):
