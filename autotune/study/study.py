@@ -60,6 +60,7 @@ from autotune.study.runner import evidence
 from autotune.study.snapshot import StudySnapshot
 from autotune.study.store import absolute_url, file_lock, is_locked, open_database, open_journal, read_journal
 from autotune.study.study_file import (
+    ANOTHER_STUDY,
     STUDY_FILE,
     StudyFile,
     changed_search,
@@ -290,7 +291,7 @@ class Study:
                 raise CorpusChanged(
                     f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now"
                     f" {corpus_hash[:12]}): losses can't be compared any more",
-                    hint="bring the old text back, or begin another study (--study NAME; in Python another folder or name)",
+                    hint=f"bring the old text back, or {ANOTHER_STUDY}",
                 )
 
     def is_lost(self, number: int) -> bool:

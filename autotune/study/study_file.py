@@ -23,6 +23,8 @@ from engine.spec import Count, CountOrZero, Name
 from engine.yaml_file import dump_yaml, read_yaml
 
 STUDY_FILE = "study.yaml"
+ANOTHER_STUDY = "begin another study (--study NAME; in Python another folder or name)"
+"""What to do instead of going on with this one."""
 MEMORY_KEY = "cluster.memory_bytes"
 MEMORY_TOLERANCE_RATIO = 0.02
 """A machine states its memory a little differently after a change of kernel or firmware: it is the same machine."""
@@ -112,7 +114,7 @@ def changed_search(name: str, changes: Sequence[str]) -> UserError:
     """The error of a study that is to go on with another search."""
     return UserError(
         f"study {name!r} was begun with another space:\n  " + "\n  ".join(changes),
-        hint="undo the change to go on with it, or begin another study (--study NAME; in Python another folder or name)",
+        hint=f"undo the change to go on with it, or {ANOTHER_STUDY}",
     )
 
 
