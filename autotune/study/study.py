@@ -288,11 +288,9 @@ class Study:
             if known is None:
                 self._table.set_corpus_hash(corpus_hash)
             elif known != corpus_hash:
-                raise CorpusChanged(
-                    f"the text changed since study {self.file.name!r} began (hash {known[:12]}, now"
-                    f" {corpus_hash[:12]}): losses can't be compared any more",
-                    hint=f"bring the old text back, or {ANOTHER_STUDY}",
-                )
+                hashes = f"(hash {known[:12]}, now {corpus_hash[:12]})"
+                message = f"the text changed since study {self.file.name!r} began {hashes}: losses can't be compared"
+                raise CorpusChanged(message, hint=f"bring the old text back, or {ANOTHER_STUDY}")
 
     def is_lost(self, number: int) -> bool:
         """Whether another driver took a trial of ours over, because it could not see us for too long."""
