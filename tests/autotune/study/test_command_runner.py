@@ -67,7 +67,7 @@ def test_what_is_no_result_is_told(tmp_path: Path, text: str, kind: str, words: 
         (["raise", "memory"], "oom", "MemoryError"),
         (["fail", "diverged"], "diverged", "loss of 12"),
         (["kill"], "infra", "SIGKILL"),
-        (["signal", "SIGHUP"], "infra", "from outside"),
+        (["signal", "SIGTERM"], "infra", "from outside"),
         *((["signal", name], "user", f"it crashed with {name}") for name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE")),
     ],
 )
