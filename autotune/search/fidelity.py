@@ -20,10 +20,8 @@ from autotune.search import pareto
 from autotune.search.hygiene import MEASURED_EXACTLY, tells, violations_of
 from autotune.search.sampler import Observation, SearchState
 from autotune.space.fidelity import Fidelity
-from autotune.space.objectives import Objective
+from autotune.space.objectives import QUALITY, Objective
 
-QUALITY = "quality"
-"""The objective that curves are of."""
 PRIOR_WEIGHT = 4.0
 """The law's own uncertainty counts as much as so many candidates that went on."""
 SLOPE_SD = 0.3

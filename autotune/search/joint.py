@@ -12,10 +12,11 @@ import numpy as np
 from autotune.search.black_box import BlackBox
 from autotune.search.composed import SPEED_FOLLOWERS, Composition, quality_dimensions
 from autotune.search.front_model import restricted
-from autotune.search.quality import QUALITY, QualityModel
+from autotune.search.quality import QualityModel
 from autotune.search.sampler import SearchState
 from autotune.search.single import MAX_TAKEN, SurrogateSampler
 from autotune.search.uniform import UniformSampler
+from autotune.space.objectives import QUALITY
 from autotune.space.space import Scalar
 from autotune.space.training import TrainingSpace
 

@@ -22,11 +22,9 @@ from autotune.search.encoding import Encoding
 from autotune.search.gp import GaussianProcess, LogNormal, Points, Priors
 from autotune.search.hygiene import CAP_RATIO, costs_of
 from autotune.search.sampler import SearchState
-from autotune.space.objectives import Objective
+from autotune.space.objectives import QUALITY, Objective
 from autotune.space.space import Scalar, Space
 
-QUALITY = "quality"
-"""The objective that the prior speaks of."""
 DIVERGED = ("diverged", "nan")
 """Failures that say that the loss is bad there; of the others it is not known."""
 

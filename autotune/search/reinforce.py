@@ -18,10 +18,10 @@ import numpy as np
 
 from autotune.search.agent import Policy, changed, filled, look
 from autotune.search.hygiene import costs_of, tells
-from autotune.search.quality import QUALITY
 from autotune.search.sampler import SearchState
 from autotune.search.simulation import World
 from autotune.search.uniform import UniformSampler
+from autotune.space.objectives import QUALITY
 from autotune.space.space import Scalar
 
 NUM_STEPS = 40_960

@@ -16,8 +16,9 @@ import numpy as np
 from autotune.prior.predict import TaskPrior
 from autotune.search.agent import Ground, View, changed, filled, look, merits_of
 from autotune.search.encoding import Axis
-from autotune.search.quality import QUALITY, hyperparameter_columns
+from autotune.search.quality import hyperparameter_columns
 from autotune.search.sampler import SearchState
+from autotune.space.objectives import QUALITY
 
 AXIS_SD = 0.3
 """Standard deviation of the logarithm by which an estimate is off from one end of a dimension to the other."""

@@ -14,6 +14,8 @@ from engine.schema import Schema
 from engine.units import format_bytes, format_count
 
 ObjectiveName = str
+QUALITY = "quality"
+"""The objective that the prior and the forecasts of learning curves speak of."""
 Direction = Literal["maximize", "minimize"]
 
 
