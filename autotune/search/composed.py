@@ -30,7 +30,7 @@ from autotune.search.front_model import (
     restricted,
 )
 from autotune.search.hygiene import tells
-from autotune.search.pareto import front
+from autotune.search.pareto import layers
 from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
 from autotune.search.plan_side import OUT_OF_MEMORY, Corrected, corrected
 from autotune.search.quality import QualityModel
@@ -298,15 +298,11 @@ def _product(points: np.ndarray, places: np.ndarray) -> Pool:
 def _by_layers(costs: np.ndarray) -> np.ndarray:
     """Rows of costs ``[n, d]``: the front, then the front of the others, a few times; each layer by its first cost, its
     ends first and then ever finer between them."""
-    left = np.arange(len(costs))
+    layer = layers(costs, NUM_LAYERS)
     order: list[int] = []
-    for _ in range(NUM_LAYERS):
-        is_front = front(costs[left], ["minimize"] * costs.shape[1])
-        layer = left[is_front]
-        order += layer[np.argsort(costs[layer, 0], kind="stable")][_ends_first(len(layer))].tolist()
-        left = left[~is_front]
-        if not len(left):
-            break
+    for number in np.unique(layer[layer < NUM_LAYERS]):
+        rows = np.flatnonzero(layer == number)
+        order += rows[np.argsort(costs[rows, 0], kind="stable")][_ends_first(len(rows))].tolist()
     return np.array(order, dtype=np.int64)
 
 

@@ -221,13 +221,7 @@ def ranked(costs: np.ndarray, violations: np.ndarray) -> np.ndarray:
     """
     if costs.shape[1] == 1:
         return np.lexsort((costs[:, 0], np.maximum(violations, 0.0)))
-    layer = np.zeros(len(costs), dtype=np.int64)
-    left = np.arange(len(costs))
-    depth = 0
-    while len(left):
-        best = pareto.front(costs[left], ["minimize"] * costs.shape[1])
-        layer[left[best]] = depth
-        left, depth = left[~best], depth + 1
+    layer = pareto.layers(costs)
     crowding = np.zeros(len(costs))
     for depth in np.unique(layer):
         rows = np.flatnonzero(layer == depth)

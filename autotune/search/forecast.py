@@ -98,7 +98,7 @@ class Forecast:
             rows = np.flatnonzero(left & (groups == group))
             few = [Predicted(p.value[rows], p.low[rows], p.high[rows]) for p in costs]
             removed[DOMINATED][rows] = _surely_beaten(few, few)
-            ranks[rows] = _front_layers(few)
+            ranks[rows] = pareto.layers(np.stack([cost.value for cost in few], axis=1), MAX_RANK)
             rivals[_numerics(enumeration.table, int(rows[0]))] = few
         keep = left & ~removed[DOMINATED]
         counts = {rule: int(rows.sum()) for rule, rows in removed.items() if rows.any()}
@@ -235,18 +235,6 @@ def _surely_beaten(costs: Sequence[Predicted], by: Sequence[Predicted]) -> np.nd
             at_most[:, :, index] = theirs[:, index] < few[:, :, index]
             beaten[start : start + rows_at_once] |= np.any(np.all(at_most, axis=2), axis=1)
     return beaten
-
-
-def _front_layers(costs: Sequence[Predicted]) -> np.ndarray:
-    """``[n]`` ints: 0 on the front of the values, 1 on the front of the others, and so on to ``MAX_RANK``."""
-    values = np.stack([cost.value for cost in costs], axis=1)
-    layers = np.full(len(values), MAX_RANK)
-    for layer in range(MAX_RANK):
-        left = np.flatnonzero(layers == MAX_RANK)
-        if not len(left):
-            break
-        layers[left[pareto.front(values[left], ["minimize"] * len(costs))]] = layer
-    return layers
 
 
 def _why_nothing_fits(

@@ -16,7 +16,6 @@ from autotune.search.quality import QualityModel
 from autotune.search.sampler import SearchState
 from autotune.search.single import MAX_TAKEN, SurrogateSampler
 from autotune.search.uniform import UniformSampler
-from autotune.space.objectives import QUALITY
 from autotune.space.space import Scalar
 from autotune.space.training import TrainingSpace
 
@@ -61,8 +60,7 @@ class JointSampler:
 
     def remarks(self, state: SearchState) -> list[str]:
         """See ``Remarking``: whether the trials contradict the prior."""
-        name = state.space.roles.get(QUALITY, QUALITY)
-        quality = next((objective for objective in state.space.objectives if objective.name == name), None)
+        quality = next((o for o in state.space.objectives if o.name == state.space.quality_name), None)
         if state.task_prior is None or quality is None or len(state.tried) > MAX_MODELLED:
             return []
         dimensions = state.space.dimensions

@@ -44,6 +44,23 @@ def front(values: np.ndarray, directions: Sequence[Direction]) -> np.ndarray:
     return _front_of_costs(costs_of(values, directions))
 
 
+def layers(costs: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Which front each point is on: 0 on the front of all, 1 on the front of the others, and so on; ints ``[n]``.
+
+    Args:
+        costs: ``[n, k]``, lower is better, finite.
+        most: This layer and later ones are not told apart; None for all of them.
+    """
+    unknown = len(costs) if most is None else most
+    found = np.full(len(costs), unknown)
+    for layer in range(unknown):
+        left = np.flatnonzero(found == unknown)
+        if not len(left):
+            break
+        found[left[_front_of_costs(costs[left])]] = layer
+    return found
+
+
 def front_box(values: np.ndarray, directions: Sequence[Direction]) -> Box:
     """The range of the front. Where the front has no extent in an objective, the range of all points is taken, and
     where that has none either, the value's own size.

@@ -22,7 +22,7 @@ from autotune.search.encoding import Encoding
 from autotune.search.gp import GaussianProcess, LogNormal, Points, Priors
 from autotune.search.hygiene import CAP_RATIO, costs_of
 from autotune.search.sampler import SearchState
-from autotune.space.objectives import QUALITY, Objective
+from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 
 DIVERGED = ("diverged", "nan")
@@ -147,7 +147,7 @@ class QualityModel:
             objective: Whose costs.
         """
         encoding = Encoding.of(state.space.dimensions)
-        is_quality = objective.name == state.space.roles.get(QUALITY, QUALITY)
+        is_quality = objective.name == state.space.quality_name
         prior = state.task_prior if is_quality else None
         told = [o for o in state.tried if o.state == "ok" or o.failure in DIVERGED]
         # How much parts of trainings still gain is not known before one went to the end: they tell no level.

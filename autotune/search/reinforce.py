@@ -21,7 +21,6 @@ from autotune.search.hygiene import costs_of, tells
 from autotune.search.sampler import SearchState
 from autotune.search.simulation import World
 from autotune.search.uniform import UniformSampler
-from autotune.space.objectives import QUALITY
 from autotune.space.space import Scalar
 
 NUM_STEPS = 40_960
@@ -102,7 +101,7 @@ def _start_against_prediction(state: SearchState) -> tuple[float, float, float] 
     """The loss of the trial of what the prior predicts to be best, whatever was tried before it, and what was predicted
     with its standard deviation."""
     predicted = state.task_prior.loss_level() if state.task_prior is not None else None
-    name = state.space.roles.get(QUALITY, QUALITY)
+    name = state.space.quality_name
     if predicted is None or not state.space.dimensions:
         return None
     world = World.of(replace(state, observations=()))

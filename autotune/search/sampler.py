@@ -88,7 +88,7 @@ class SearchState:
     def predicted_best(self) -> dict[str, float]:
         """Objective name -> the best value that the prior predicts, where it does."""
         level = self.task_prior.loss_level() if self.task_prior else None
-        return {} if level is None else {self.space.roles.get("quality", "quality"): level[0]}
+        return {} if level is None else {self.space.quality_name: level[0]}
 
 
 class Sampler(Protocol):

@@ -18,7 +18,6 @@ from autotune.search.agent import Ground, View, changed, filled, look, merits_of
 from autotune.search.encoding import Axis
 from autotune.search.quality import hyperparameter_columns
 from autotune.search.sampler import SearchState
-from autotune.space.objectives import QUALITY
 
 AXIS_SD = 0.3
 """Standard deviation of the logarithm by which an estimate is off from one end of a dimension to the other."""
@@ -78,8 +77,7 @@ class World:
                 if objective.name in predicted:
                     sign = -1.0 if objective.direction == "maximize" else 1.0
                     plan_costs[objective.name] = sign * np.log(predicted[objective.name].value)
-        quality = space.roles.get(QUALITY, QUALITY)
-        has_quality = any(objective.name == quality for objective in space.objectives)
+        has_quality = any(objective.name == space.quality_name for objective in space.objectives)
         prior = state.task_prior if has_quality else None
         return cls(ground, state, plan_costs, _start(ground, state, prior), prior)
 
@@ -96,11 +94,10 @@ class World:
     def imagine(self, rng: np.random.Generator) -> Imagined:
         """A study of its own."""
         surfaces: dict[str, _OfPlan | _Doubted | _Valley] = {}
-        quality = self.state.space.roles.get(QUALITY, QUALITY)
         for objective in self.state.space.objectives:
             if objective.name in self.plan_costs:
                 surfaces[objective.name] = self._bent(self.plan_costs[objective.name], rng)
-            elif objective.name == quality and self.prior is not None:
+            elif objective.name == self.state.space.quality_name and self.prior is not None:
                 surfaces[objective.name] = _Doubted(self, self.prior, Waves.draw(self.num_dimensions, rng))
             else:
                 surfaces[objective.name] = _Valley.draw(self.num_dimensions, rng)

@@ -9,13 +9,14 @@ from autotune.prior.predict import Prior, TaskPrior
 from autotune.prior.rows import MetaRow
 from autotune.prior.task import HYPERPARAMETERS, Task
 from autotune.space.command import CommandSpace
+from autotune.space.objectives import QUALITY
 from autotune.space.space import Space
 from autotune.space.training import TrainingSpace
 from engine.errors import UserError
 from engine.parametrization import is_standard
 from engine.schema import parse
 
-ROLES = (*HYPERPARAMETERS, "global_batch_size", "quality")
+ROLES = (*HYPERPARAMETERS, "global_batch_size", QUALITY)
 """What a value or an objective of a user's program may stand for."""
 
 
@@ -30,8 +31,7 @@ def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior
     Raises:
         UserError: A task or a role of a program is not known.
     """
-    quality = space.roles.get("quality", "quality")
-    if all(objective.name != quality for objective in space.objectives):
+    if all(objective.name != space.quality_name for objective in space.objectives):
         return None
     if isinstance(space, TrainingSpace):
         run = space.base_run()

@@ -18,6 +18,7 @@ from autotune.space.command import CommandSpace
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.forms import RANGES, FormReader, range_hint
 from autotune.space.layers import COMMAND, find_space, merge
+from autotune.space.objectives import QUALITY
 from autotune.space.program import FAILURE, OWN_PLACEHOLDERS, Template
 from autotune.space.space import Dimension, Scalar
 from autotune.specs.cluster import ClusterSpec, parse_cluster
@@ -339,7 +340,7 @@ class _Builder(FormReader):
                 close = difflib.get_close_matches(str(name), sorted(names), n=1)
                 hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(names))}"
                 self.fail(f"'task.roles.{role}': nothing is called {name!r}", hint, ("task", "roles", role))
-        if roles.get("quality", "quality") not in objectives:
+        if roles.get(QUALITY, QUALITY) not in objectives:
             hint = f"say which one is: task: {{roles: {{quality: {min(objectives)}}}}}; or leave 'task' out"
             self.fail("'task' says what is trained, but no objective is its held-out loss", hint, ("task",))
         task = self.converted("task", {key: value for key, value in written.items() if key != "roles"}, QUANTITIES)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from autotune.space.expression import Expression
 from autotune.space.fidelity import Fidelity
-from autotune.space.objectives import Objective
+from autotune.space.objectives import QUALITY, Objective
 from autotune.space.program import Program
 from engine.config import RunConfig
 from engine.outcome import Outcome
@@ -128,6 +128,11 @@ class Space:
     """What was rounded, for people."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Our name of a hyperparameter or objective -> what it is called in this space, where that differs."""
+
+    @property
+    def quality_name(self) -> str:
+        """What held-out loss is called in this space, whether it is an objective or not."""
+        return self.roles.get(QUALITY, QUALITY)
 
     def is_active(self, dimension: Dimension, chosen: Mapping[str, Any]) -> bool:
         """Whether ``dimension`` is searched, given the values chosen before it."""
