@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import bootstrap
 import numpy as np
 from problems import SEQUENCE_LENGTH, Problem, everything
 from search_loop import Search, search, search_by_optuna
@@ -35,7 +36,6 @@ from engine.atomic import write_json
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "public_problems.json"
 CHECKPOINTS = (10, 20, 40, 60)
-NUM_BOOTSTRAPS = 2000
 RIVAL = "Optuna's default"
 
 PriorOf = Callable[[Problem, Path], TaskPrior | None]
@@ -282,7 +282,7 @@ def _methods(
     for method, by_seed in by_method.items():
         common = sorted(by_seed.keys() & by_method[RIVAL].keys())
         difference = np.array([by_seed[s] for s in common]) - np.array([by_method[RIVAL][s] for s in common])
-        low, high = _interval(difference)
+        low, high = bootstrap.interval(bootstrap.means(difference))
         seconds = [row["ask_seconds"] for key, row in runs.items() if key[1] == method]
         result[method] = {
             "mean_loss": np.array(list(by_seed.values())).mean(axis=0).round(5).tolist(),
@@ -293,14 +293,6 @@ def _methods(
         }
     assert len(counts)
     return result
-
-
-def _interval(difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap interval of the mean over seeds; ``difference`` is ``[seeds, counts]``."""
-    rng = np.random.default_rng(0)
-    draws = rng.integers(len(difference), size=(NUM_BOOTSTRAPS, len(difference)))
-    means = difference[draws].mean(axis=1)
-    return np.percentile(means, 2.5, axis=0), np.percentile(means, 97.5, axis=0)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

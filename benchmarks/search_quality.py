@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import bootstrap
 import numpy as np
 from hpo_cells import Cell, load_dense, load_moe
 from rivals import Missing, make_rival
@@ -41,7 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "search_quality.json"
 CHECKPOINTS = (1, 5, 10, 25, 50)
 CAP_RATIO = 1.06
-NUM_BOOTSTRAPS = 2000
 PACKAGES = ("numpy", "scipy", "optuna", "cmaes", "ax-platform", "botorch", "smac", "HEBO")
 
 Run = Callable[[Cell, Path, int, int], tuple[list[float], list[float]]]
@@ -270,7 +270,7 @@ def evaluate(cells: Mapping[str, list[Cell]], done: Mapping[Any, dict[str, Any]]
             lines += [
                 "",
                 f"Ours without the prior minus Ax after 10 trials, mean of the {against['cells']} cells that both ran:"
-                f" {against['mean']:+.5f} (90 % of bootstraps over cells: {against['low']:+.5f} to"
+                f" {against['mean']:+.5f} (95 % of bootstraps over cells: {against['low']:+.5f} to"
                 f" {against['high']:+.5f}).",
             ]
         lines.append("")
@@ -311,9 +311,7 @@ def compared(done: Mapping[Any, dict[str, Any]], kind: str) -> dict[str, float] 
     if not common:
         return None
     differences = np.array([cold[cell] - ax[cell] for cell in common])
-    rng = np.random.default_rng(0)
-    means = differences[rng.integers(len(common), size=(NUM_BOOTSTRAPS, len(common)))].mean(axis=1)
-    low, high = np.quantile(means, [0.05, 0.95])
+    low, high = bootstrap.interval(bootstrap.means(differences))
     return {"cells": len(common), "mean": float(differences.mean()), "low": float(low), "high": float(high)}
 
 
