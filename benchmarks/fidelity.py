@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import run_log
 
 from autotune.search.curves import Curve
 from autotune.search.fidelity import Growth, as_candidates, chains_of, next_growth
@@ -223,20 +224,16 @@ def missing(log: Path, methods: Sequence[Method], seeds: int, tables: Sequence[T
         Key -> regret on each task.
     """
     done: dict[str, list[float]] = {}
-    if log.exists():
-        for line in log.read_text().splitlines():
-            done.update(json.loads(line))
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a") as file:
-        for seed in range(seeds):
-            for method in methods:
-                for budget in BUDGETS:
-                    key = key_of(method, budget, seed)
-                    if key not in done:
-                        found = [search(table, method, seed, budget) for table in tables]
-                        done[key] = [min((regret for _, regret in one), default=1.0) for one in found]
-                        file.write(json.dumps({key: done[key]}) + "\n")
-                        file.flush()
+    for run in run_log.read(log):
+        done.update(run)
+    for seed in range(seeds):
+        for method in methods:
+            for budget in BUDGETS:
+                key = key_of(method, budget, seed)
+                if key not in done:
+                    found = [search(table, method, seed, budget) for table in tables]
+                    done[key] = [min((regret for _, regret in one), default=1.0) for one in found]
+                    run_log.add(log, {key: done[key]})
     return done
 
 

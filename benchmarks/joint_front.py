@@ -15,7 +15,6 @@ Runs that are in ``runs/benchmarks/joint_front.jsonl`` are not run again. Writes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -28,8 +27,10 @@ from typing import Any
 
 import numpy as np
 import optuna
+import run_log
 from hpo_cells import load_dense
-from joint_problem import LEVEL_SHARE, MEMORY_SD, PLAN_SHARE, QUALITY_NOISE, TIME_SD, Problem
+from joint_problem import LEVEL_SHARE, MEMORY_SD, PAIR_SHARE, PLAN_SHARE, QUALITY_NOISE, TIME_SD, Problem
+from search_loop import tell_optuna
 
 from autotune.prior.fit import fit
 from autotune.prior.predict import Prior, TaskPrior
@@ -57,6 +58,12 @@ NUM_TRIALS = 50
 CHECKPOINTS = (1, 5, 10, 25, 50)
 MAX_REFUSED = 300
 """Proposals of an unrestricted method in a row that may be illegal."""
+
+ERRORS = {
+    "time_sd": TIME_SD, "memory_sd": MEMORY_SD, "level_share": LEVEL_SHARE, "pair_share": PAIR_SHARE,
+    "plan_share": PLAN_SHARE,
+}  # fmt: skip
+"""Of the cost model. Searches of a log that were made with others are left aside."""
 
 Chosen = dict[str, Scalar]
 Told = Callable[[int, Chosen], Observation]
@@ -148,7 +155,13 @@ def by_optuna(
                     chosen[dimension.name] = trial.suggest_categorical(dimension.name, dimension.values)
             return chosen if problem.row(chosen) is not None else None
 
-        return _loop(make(seed), suggest, problem, tell, seed)
+        def rescue(number: int) -> Chosen:
+            """A legal candidate at random, in the sampler's own terms."""
+            chosen = next(uniform_draws(problem.space, problem.enumeration, derive_seed(seed, "rescue", number)))
+            lists = {d.name: d.values for d in problem.space.dimensions if all(isinstance(v, int) for v in d.values)}
+            return {n: lists[n].index(v) if lists.get(n) else v for n, v in chosen.items()}
+
+        return _loop(make(seed), suggest, problem, tell, rescue)
 
     return run
 
@@ -169,7 +182,7 @@ def on_front(problem: Problem, tell: Told, seed: int) -> Iterator[tuple[Chosen, 
         row = rows[min(int(trial.suggest_float("place", 0.0, 1.0) * len(rows)), len(rows) - 1)]
         return {**problem.plan(row), "hyperparameters.learning_rate": rate}
 
-    return _loop(default(seed), suggest, problem, tell, seed)
+    return _loop(default(seed), suggest, problem, tell)
 
 
 def _loop(
@@ -177,30 +190,27 @@ def _loop(
     suggest: Callable[[optuna.Trial], Chosen | None],
     problem: Problem,
     tell: Told,
-    seed: int,
+    rescue: Callable[[int], Chosen] | None = None,
 ) -> Iterator[tuple[Chosen, float]]:
+    """Trials of an Optuna study. What is proposed beyond the legal plans is drawn again and forgotten, and after
+    ``MAX_REFUSED`` of those in a row a legal candidate is enqueued; memory that ran out is told as a constraint."""
     study = optuna.create_study(directions=[o.direction for o in problem.space.objectives], sampler=sampler)
-    number = 0
+    worst: dict[str, float] = {}
+    number, num_refused, seconds = 0, 0, 0.0
     while True:
         begun = time.process_time()
-        for _ in range(MAX_REFUSED):
-            trial = study.ask()
-            chosen = suggest(trial)
-            if chosen is not None:
-                break
+        if rescue is not None and num_refused == MAX_REFUSED:
+            study.enqueue_trial(rescue(number))
+        trial = study.ask()
+        chosen = suggest(trial)
+        seconds += time.process_time() - begun
+        if chosen is None:
+            num_refused += 1
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            chosen = next(uniform_draws(problem.space, problem.enumeration, derive_seed(seed, "rescue", number)))
-        seconds = time.process_time() - begun
+            continue
         yield chosen, seconds
-        values = tell(number, chosen).values
-        number += 1
-        if trial.number in {t.number for t in study.get_trials(deepcopy=False) if t.state.is_finished()}:
-            continue  # a rescue, which the sampler does not hear of
-        if values is None:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            study.tell(trial, [values[o.name] for o in problem.space.objectives])
+        tell_optuna(study, trial, problem.space.objectives, tell(number, chosen).values, worst)
+        number, num_refused, seconds = number + 1, 0, 0.0
 
 
 def default(seed: int) -> optuna.samplers.BaseSampler:
@@ -240,8 +250,7 @@ def main() -> int:
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     cells = {cell.name: cell for cell in load_dense(_shared())}
-    done = read_log(LOG)
-    LOG.parent.mkdir(parents=True, exist_ok=True)
+    done = {_key(row): row for row in run_log.read(LOG) if row.get("errors") == ERRORS}
     for seed in range(arguments.seeds):
         for cell, cluster in PROBLEMS:
             missing = [m for m in METHODS if _is_missing(m, cell, cluster, seed, arguments, done)]
@@ -250,8 +259,7 @@ def main() -> int:
                 assert problem is not None, "made where a method is missing"
                 row = run(problem, method, seed, arguments.noise, arguments.trials)
                 done[_key(row)] = row
-                with open(LOG, "a", encoding="utf-8") as log:
-                    log.write(json.dumps(row) + "\n")
+                run_log.add(LOG, row)
     cell, cluster = PROBLEMS[0]
     result = evaluate(done, ask_seconds_at_100(Problem.of(cells[cell], cluster, 0)))
     write_json(RESULT, result)
@@ -270,7 +278,7 @@ def run(problem: Problem, method: Method, seed: int, noise: float, num_trials: i
         if len(trials) == num_trials:
             break
     return {
-        "problem": problem.name, "method": method.name, "seed": seed, "noise": noise,
+        "problem": problem.name, "method": method.name, "seed": seed, "noise": noise, "errors": ERRORS,
         "volume": problem.history(trials).round(5).tolist(),
         "ask_cpu_seconds": round(float(np.mean(seconds)), 5),
     }  # fmt: skip
@@ -305,49 +313,34 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, int, float]:
     return row["problem"], row["method"], row["seed"], row["noise"]
 
 
-def read_log(path: Path) -> dict[tuple[str, str, int, float], dict[str, Any]]:
-    """Earlier runs; a torn last line is left out."""
-    done = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            done[_key(row)] = row
-    return done
-
-
 def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]], ask_seconds_at_100: float) -> dict[str, Any]:
-    """Mean share of the dense front's volume by trials; and the trials after which a method is, on average over seeds,
-    where the best unrestricted one is after all of its own.
+    """Mean share of the dense front's volume by trials; and the trials after which a method is where each unrestricted
+    one is after all of its own.
 
     Args:
         done: Searches.
         ask_seconds_at_100: See the function of that name.
     """
-    grouped: dict[tuple[str, float], dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
-    seconds = defaultdict(list)
-    for (problem, method, _, noise), row in done.items():
-        grouped[problem, noise][method].append(row["volume"])
-        seconds[problem, noise, method].append(row["ask_cpu_seconds"])
+    grouped: dict[tuple[str, float], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for (problem, method, seed, noise), row in done.items():
+        grouped[problem, noise][method][seed] = row
     table = []
     for (problem, noise), methods in sorted(grouped.items()):
-        curves = {name: _curve(rows) for name, rows in methods.items()}
-        last = {m.name: curves[m.name][0][-1] for m in METHODS if not m.is_restricted and m.name in curves}
-        best = max(last, key=lambda name: last[name], default=None)
-        entry: dict[str, Any] = {"problem": problem, "noise": noise, "best_unrestricted": best, "methods": {}}
+        entry: dict[str, Any] = {"problem": problem, "noise": noise, "methods": {}}
         for name, rows in methods.items():
-            mean, error, count = curves[name]
-            reached = np.flatnonzero(mean >= last[best]) if best else np.zeros(0)
+            mean, error, count = _curve([row["volume"] for row in rows.values()])
             entry["methods"][name] = {
                 "num_seeds": len(rows),
                 "num_trials": len(mean),
                 "seeds_after": {str(n): int(count[n - 1]) for n in CHECKPOINTS if n <= len(mean)},
                 "mean_volume": {str(n): round(float(mean[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
                 "standard_error": {str(n): round(float(error[n - 1]), 4) for n in CHECKPOINTS if n <= len(mean)},
-                "trials_to_best_unrestricted": int(reached[0]) + 1 if len(reached) else None,
-                "ask_cpu_seconds": round(float(np.mean(seconds[problem, noise, name])), 4),
+                "trials_to_unrestricted": {
+                    rival.name: _trials_to(rows, methods[rival.name])
+                    for rival in METHODS
+                    if not rival.is_restricted and rows.keys() & methods.get(rival.name, {}).keys()
+                },
+                "ask_cpu_seconds": round(float(np.mean([row["ask_cpu_seconds"] for row in rows.values()])), 4),
             }
         table.append(entry)
     return {
@@ -355,8 +348,8 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]], ask_sec
         "arguments": [],
         "setup": (
             "plans, batch and learning rate of published model sizes on machines of the catalogue; speed and memory by"
-            f" the cost model with random errors by axis ({TIME_SD:g} and {MEMORY_SD:g} in logarithms, anew by seed),"
-            " quality by published grids; share of the whole front's hypervolume by true values, mean over seeds; the"
+            f" the cost model with random errors by axis and pair of axes ({TIME_SD:g} and {MEMORY_SD:g} in logarithms,"
+            " anew by seed), quality by published grids; share of the whole front's hypervolume by true values, mean over seeds; the"
             " prior knows nothing of the problem's model size"
         ),
         "lines": [
@@ -364,9 +357,7 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]], ask_sec
         ],
         "ask_cpu_seconds_at_100": ask_seconds_at_100,
         "num_trials": NUM_TRIALS,
-        "errors": {
-            "time_sd": TIME_SD, "memory_sd": MEMORY_SD, "level_share": LEVEL_SHARE, "plan_share": PLAN_SHARE,
-        },
+        "errors": ERRORS,
         "versions": {name: version(name) for name in ("optuna", "numpy", "scipy")},
         "problems": table,
     }  # fmt: skip
@@ -377,7 +368,7 @@ def _lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
     after = " | ".join(f"after {count}" for count in CHECKPOINTS)
     lines = [
         f"| problem | noise, nats | method | seeds | {after}"
-        f" | trials to where the best unrestricted one is after {NUM_TRIALS} | CPU s an ask |",
+        f" | trials to where every unrestricted one is after {NUM_TRIALS} | CPU s an ask |",
         "|" + "---|" * (6 + len(CHECKPOINTS)),
     ]
     for entry in table:
@@ -386,12 +377,23 @@ def _lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
                 continue
             means = [row["mean_volume"].get(str(count)) for count in CHECKPOINTS]
             volumes = " | ".join("" if mean is None else f"{mean:.3f}" for mean in means)
-            reached = row["trials_to_best_unrestricted"] or f"not in {row['num_trials']}"
+            needed = row["trials_to_unrestricted"].values()
+            reached = f"not in {row['num_trials']}" if None in needed else max(needed, default="")
             lines.append(
                 f"| {entry['problem']} | {entry['noise']:g} | {method.name} | {row['num_seeds']} | {volumes}"
                 f" | {reached} | {row['ask_cpu_seconds']:.3f} |"
             )
     return lines
+
+
+def _trials_to(rows: Mapping[int, Mapping[str, Any]], rival: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Trials after which searches are, on average over the seeds of both, where a rival is after all of its own; None
+    where they never are. Every seed is another problem: only common ones can be compared."""
+    common = sorted(rows.keys() & rival.keys())
+    level = np.mean([rival[seed]["volume"][-1] for seed in common])
+    mean, _, _ = _curve([rows[seed]["volume"] for seed in common])
+    reached = np.flatnonzero(mean >= level)
+    return int(reached[0]) + 1 if len(reached) else None
 
 
 def _curve(rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

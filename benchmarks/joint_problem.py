@@ -4,11 +4,12 @@ which learning rate, are on the front of speed, memory and quality.
 Speed and memory are the cost model's, times a factor for every value of every plan axis, drawn at random: the cost
 model is as wrong as its validation says, and wrong in the way it is (a machine is slower, an axis costs more). Quality
 is a published grid of training runs at the same model size and token budget (``hpo_cells``). Nothing runs; every
-trial's values and the whole front are known.
+trial's values and the whole front are known. The search's own corrector thinks in axes, too, but not in pairs of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Mapping
@@ -41,8 +42,9 @@ TIME_SD, MEMORY_SD = 0.16, 0.08
 """Standard deviation of log(measured / estimated) over plans. Of runs of families that the fit never saw half are off
 by 11 % or more in time (0.16 in standard deviations), and by 6.5 % in memory, the mean over families
 (``results/planner_accuracy.json``, ``planner_memory.json``); of the seen families' other runs by 3.7 % and 3 %."""
-LEVEL_SHARE, PLAN_SHARE = 0.45, 0.05
-"""Shares of that variance that all plans have in common, and that every plan has of its own; the rest is the axes'."""
+LEVEL_SHARE, PAIR_SHARE, PLAN_SHARE = 0.45, 0.2, 0.05
+"""Shares of that variance that all plans have in common, that every pair of values of two axes has, which no sum over
+axes explains, and that every plan has of its own; the rest is the axes'."""
 TIME_NOISE, MEMORY_NOISE = 0.01, 0.002
 """Of one trial's measurement, relative."""
 QUALITY_NOISE = 0.003
@@ -224,7 +226,7 @@ def load(cell: Cell, cluster: str) -> tuple[TrainingSpace, Enumeration]:
 def _errors(enumeration: Enumeration, sd: float, rng: np.random.Generator) -> np.ndarray:
     """Logarithms of measured / estimated for every plan."""
     table = enumeration.table
-    axes = []
+    axes, columns = [], []
     for name in AXES:
         values, place = np.unique(table[name].astype(str), return_inverse=True)
         if len(values) < 2:
@@ -234,10 +236,20 @@ def _errors(enumeration: Enumeration, sd: float, rng: np.random.Generator) -> np
         slope = np.empty(len(values))
         slope[order] = np.linspace(-1.0, 1.0, len(values)) * rng.standard_normal()
         effect = (slope + rng.standard_normal(len(values)))[place]
-        axes.append((effect - effect.mean()) / max(float(effect.std()), 1e-9) * abs(rng.standard_normal()))
-    together = np.sum(axes, axis=0) / np.sqrt(len(axes))
-    level, own = rng.standard_normal(), rng.standard_normal(len(together))
-    shares = (LEVEL_SHARE, 1 - LEVEL_SHARE - PLAN_SHARE, PLAN_SHARE)
-    return np.asarray(
-        sd * sum(np.sqrt(share) * part for share, part in zip(shares, (level, together, own), strict=True))
+        axes.append(_standardised(effect) * abs(rng.standard_normal()))
+        columns.append(place)
+    pairs = []
+    for one, other in itertools.combinations(columns, 2):
+        _, place = np.unique(one * (other.max() + 1) + other, return_inverse=True)
+        pairs.append(_standardised(rng.standard_normal(place.max() + 1)[place]) * abs(rng.standard_normal()))
+    parts = (
+        (LEVEL_SHARE, rng.standard_normal()),
+        (1 - LEVEL_SHARE - PAIR_SHARE - PLAN_SHARE, np.sum(axes, axis=0) / np.sqrt(len(axes))),
+        (PAIR_SHARE, np.sum(pairs, axis=0) / np.sqrt(len(pairs))),
+        (PLAN_SHARE, rng.standard_normal(enumeration.num_legal)),
     )
+    return np.asarray(sd * sum(np.sqrt(share) * part for share, part in parts))
+
+
+def _standardised(effect: np.ndarray) -> np.ndarray:
+    return np.asarray((effect - effect.mean()) / max(float(effect.std()), 1e-9))

@@ -1,8 +1,9 @@
 """Search on public problems that the prior never saw: our default sampler against Optuna's default, seed by seed.
 
-For problems whose hyperparameters the prior speaks of, three kinds of it: one fitted without any row of that problem's
-source, one spoiled on purpose (the losses of its source rows shuffled within each task, so that it is sure of what is
-wrong), and none. Where ours is worse by more than noise, the table says so.
+For problems whose hyperparameters the prior speaks of, three kinds of it: one fitted without any row of the problem's
+task (Marin's sweeps: without that model size; of TaskSet it has no row anyway), one spoiled on purpose (the losses of
+its source rows shuffled within each task, so that it is sure of what is wrong), and none. Where ours is worse by more
+than noise, the table says so.
 
     python benchmarks/public_problems.py [--shared ../shared] [--seeds 20] [--trials 60] [--only GROUP]
 
@@ -13,7 +14,6 @@ Runs that are in ``runs/benchmarks/public_problems.jsonl`` are not run again. Wr
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from typing import Any
 
 import bootstrap
 import numpy as np
+import run_log
 from problems import SEQUENCE_LENGTH, Problem, everything
 from search_loop import Search, search, search_by_optuna
 
@@ -63,22 +64,19 @@ def main() -> int:
     if shared is None:
         print("no reference data: only the problems that need none", file=sys.stderr)
     problems = [p for p in everything(shared) if options.only in (None, p.group)]
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    done = read_log(options.log)
-    with open(options.log, "a", encoding="utf-8") as log:
-        for problem in problems:
-            for seed in range(options.seeds):
-                for method in METHODS:
-                    key = (problem.name, method.name, seed)
-                    if key in done and len(done[key]["values"]) >= min(options.trials, done[key]["asked"]):
-                        continue
-                    run = method.run(problem, seed, options.trials, shared)
-                    if run is None:
-                        continue
-                    done[key] = as_data(problem, method, seed, options.trials, run)
-                    log.write(json.dumps(done[key]) + "\n")
-                    log.flush()
-            print(f"{problem.name} done", file=sys.stderr)
+    done = {(row["problem"], row["method"], row["seed"]): row for row in run_log.read(options.log)}
+    for problem in problems:
+        for seed in range(options.seeds):
+            for method in METHODS:
+                key = (problem.name, method.name, seed)
+                if key in done and len(done[key]["values"]) >= min(options.trials, done[key]["asked"]):
+                    continue
+                run = method.run(problem, seed, options.trials, shared)
+                if run is None:
+                    continue
+                done[key] = as_data(problem, method, seed, options.trials, run)
+                run_log.add(options.log, done[key])
+        print(f"{problem.name} done", file=sys.stderr)
     result = evaluate(problems, done, options.trials)
     lines = table(result)
     print("\n".join(lines))
@@ -214,19 +212,6 @@ def as_data(problem: Problem, method: Method, seed: int, asked: int, run: Search
     }
 
 
-def read_log(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Earlier runs; a torn last line is left out."""
-    done = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            done[row["problem"], row["method"], row["seed"]] = row
-    return done
-
-
 def evaluate(
     problems: Sequence[Problem], done: Mapping[tuple[str, str, int], dict[str, Any]], num_trials: int
 ) -> dict[str, Any]:
@@ -302,7 +287,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
         "Loss, 0 is the best known: with one objective the distance from there as a share of that of a median random"
         " trial, with several the share of the common front's hypervolume that is missing. **Bold**: worse than"
         f" {RIVAL} (TPE) by more than the 95 % interval of the difference seed by seed. *Foreign prior*: fitted without"
-        " the problem's own rows; *spoiled*: fitted to losses shuffled within each task.",
+        " the problem's task; *spoiled*: fitted to losses shuffled within each task.",
         "",
         f"| problem (seeds) | method | {' | '.join(f'after {count}' for count in counts)} | CPU s an ask |",
         f"|---|---|{'---|' * len(counts)}---|",

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import optuna
@@ -13,6 +13,7 @@ from autotune.prior.predict import TaskPrior
 from autotune.search.optuna_samplers import suggest
 from autotune.search.sampler import Observation, Sampler, SearchState
 from autotune.search.seeds import derive_seed
+from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, Space
 
 MAX_REFUSED = 200
@@ -128,19 +129,35 @@ def search_by_optuna(
             observation = Observation(trial.number, "refused", chosen, failure=candidate.rule)
             num_refused += 1
         run.observations.append(observation)
-        values = observation.values
-        trial.set_constraint("failed", 0.0 if values is not None else 1.0)
-        for objective in space.objectives:
-            sign = -1.0 if objective.direction == "maximize" else 1.0
-            if values is not None:
-                cost = sign * values[objective.name]
-                worst[objective.name] = max(worst.get(objective.name, cost), cost)
-            if objective.bound is not None:
-                violation = objective.violation(values[objective.name]) if values is not None else 1.0
-                trial.set_constraint(objective.name, violation)
-        told = [
-            values[o.name] if values else worst.get(o.name, 0.0) * (-1.0 if o.direction == "maximize" else 1.0)
-            for o in space.objectives
-        ]
-        study.tell(trial, told)
+        tell_optuna(study, trial, space.objectives, observation.values, worst)
     return run
+
+
+def tell_optuna(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    objectives: Sequence[Objective],
+    values: Mapping[str, float] | None,
+    worst: dict[str, float],
+) -> None:
+    """Tell Optuna a trial; one that gave nothing as a broken constraint with the worst values so far.
+
+    Args:
+        study: Optuna's.
+        trial: Of the study.
+        objectives: In the study's order.
+        values: By objective; None of a trial that gave none.
+        worst: Highest costs so far by objective; brought up to date.
+    """
+    trial.set_constraint("failed", 0.0 if values is not None else 1.0)
+    told = []
+    for objective in objectives:
+        sign = -1.0 if objective.direction == "maximize" else 1.0
+        if values is not None:
+            cost = sign * values[objective.name]
+            worst[objective.name] = max(worst.get(objective.name, cost), cost)
+        if objective.bound is not None:
+            violation = objective.violation(values[objective.name]) if values is not None else 1.0
+            trial.set_constraint(objective.name, violation)
+        told.append(values[objective.name] if values is not None else sign * worst.get(objective.name, 0.0))
+    study.tell(trial, told)

@@ -14,7 +14,6 @@ interpreter that has them. Without ``--methods`` it writes ``benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 
 import bootstrap
 import numpy as np
+import run_log
 from hpo_cells import Cell, load_dense, load_moe
 from rivals import Missing, make_rival
 from search_loop import search
@@ -175,8 +175,7 @@ def main() -> int:
     options = parser.parse_args()
     cells = {"dense": load_dense(options.shared), "moe": load_moe(options.shared)}
     wanted = None if options.methods is None else options.methods.split(";")
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    done = read_log(options.log)
+    done = {(run["method"], run["cell"], run["seed"]): run for run in run_log.read(options.log)}
     for method in () if options.only_report else METHODS:
         if wanted is None or method.name in wanted:
             jobs = [
@@ -211,8 +210,7 @@ def run_all(
             "method": method.name, "kind": kind, "cell": cell.name, "seed": seed, "regrets": regrets,
             "ask_seconds": seconds, "versions": versions(),
         }  # fmt: skip
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(json.dumps(done[key]) + "\n")
+        run_log.add(log, done[key])
 
 
 def versions() -> dict[str, str]:
@@ -224,18 +222,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def read_log(path: Path) -> dict[Any, dict[str, Any]]:
-    """Earlier runs; a torn last line is left out."""
-    done: dict[Any, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            run = json.loads(line)
-        except ValueError:
-            continue
-        done[run["method"], run["cell"], run["seed"]] = run
-    return done
 
 
 def evaluate(cells: Mapping[str, list[Cell]], done: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
