@@ -60,14 +60,17 @@ def enumerate_plans(
     values: dict[str, Any],
     constraints: Sequence[Expression],
     context: RuleContext,
+    *,
+    undecided: frozenset[str] = frozenset(),
 ) -> Enumeration:
     """Enumerate the plan side of a space.
 
     Args:
         dimensions: Discrete dimensions that a plan rule may read, degrees as single dimensions.
         values: Dotted name -> value of everything else.
-        constraints: The space's own; those that read a continuous dimension are left to each candidate.
+        constraints: The space's own; those that read an undecided value are left to each candidate.
         context: Model and machines for the rules.
+        undecided: Names of further dimensions, whose ``values`` are but their defaults.
 
     Raises:
         UserError: More combinations than can be enumerated.
@@ -89,9 +92,8 @@ def enumerate_plans(
 
     removed: dict[str, int] = {}
     keep = np.ones(num_combinations, dtype=bool)
-    searched = {dimension.name for dimension in dimensions}
     for row, dimension in enumerate(dimensions):
-        if dimension.when is None or not dimension.when.names <= searched | set(values):
+        if dimension.when is None or dimension.when.names & undecided:
             continue
         # Where a value is not searched, only the first choice stands for all of them.
         inactive = ~np.broadcast_to(np.asarray(dimension.when(columns), dtype=bool), num_combinations)
@@ -99,7 +101,7 @@ def enumerate_plans(
         default = values[dimension.name]
         columns[dimension.name] = np.where(inactive, default, columns[dimension.name])
     for constraint in constraints:
-        if constraint.names <= searched | set(values) | {"plan.dp", "plan.world_size"}:
+        if not constraint.names & undecided:
             holds = np.broadcast_to(np.asarray(constraint(columns), dtype=bool), num_combinations)
             _count(removed, keep, f"constraint: {constraint.text}", ~holds)
     table = as_columns(columns, num_combinations)

@@ -161,7 +161,8 @@ class _Builder(FormReader):
             for d in dimensions
             if d.choices() and (d.name.startswith("plan.") or d.name.endswith("global_batch_size"))
         ]
-        enumeration = enumerate_plans(discrete, values, constraints, context)
+        undecided = frozenset(d.name for d in dimensions) - {d.name for d in discrete}
+        enumeration = enumerate_plans(discrete, values, constraints, context, undecided=undecided)
         if enumeration.num_legal == 0:
             worst = sorted(enumeration.removed.items(), key=lambda item: -item[1])
             counts = ", ".join(f"{rule} removes {count}" for rule, count in worst[:4])

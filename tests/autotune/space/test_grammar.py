@@ -113,6 +113,19 @@ def test_own_constraints_refuse_candidates(tmp_path) -> None:
     assert space.candidate({**chosen, "hyperparameters.learning_rate": 1e-3}).run is not None
 
 
+@pytest.mark.parametrize(
+    "condition", ["learning_rate * hyperparameters.global_batch_size < 0.02", "learning_rate < 5e-4"]
+)
+def test_a_constraint_on_what_is_not_enumerated_is_left_to_each_candidate(tmp_path, condition: str) -> None:
+    _, free = load_space(write(tmp_path, BASE))
+    space, enumeration = load_space(write(tmp_path, BASE + f"    - hyperparameters.{condition}\n"))
+    assert enumeration.num_legal == free.num_legal  # neither is true of the default rate at the largest batch
+    chosen = {MESH: "dp4", "plan.micro_batch_size": 1, "plan.zero_stage": 3, "hyperparameters.schedule": "cosine"}
+    chosen |= {"hyperparameters.global_batch_size": 32}
+    assert space.candidate({**chosen, "hyperparameters.learning_rate": 3e-4}).is_legal
+    assert space.candidate({**chosen, "hyperparameters.learning_rate": 9e-3}).rule == "constraint"
+
+
 def test_the_resolved_data_is_a_space_file_of_the_same_space(tmp_path) -> None:
     space, _ = load_space(write(tmp_path, BASE))
     (tmp_path / "resolved.yaml").write_text(dump_yaml(space.data))
