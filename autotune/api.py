@@ -35,12 +35,12 @@ from autotune.study.function_executor import FunctionExecutor, Measured, TrialFa
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
 from autotune.study.snapshot import StudySnapshot, TrialRow
-from autotune.study.store import file_lock
 from autotune.study.study import OPEN_LOCK, Nothing
 from autotune.study.study import Study as StoredStudy
 from autotune.study.study_file import StudyFile, read_study_file, this_environment, write_study_file
 from engine.atomic import make_folder
 from engine.errors import UserError
+from engine.file_lock import file_lock
 from engine.outcome import Outcome
 from engine.units import parse_duration
 

@@ -349,8 +349,8 @@ def evaluate(done: Mapping[tuple[str, str, int, float], dict[str, Any]], ask_sec
         "setup": (
             "plans, batch and learning rate of published model sizes on machines of the catalogue; speed and memory by"
             f" the cost model with random errors by axis and pair of axes ({TIME_SD:g} and {MEMORY_SD:g} in logarithms,"
-            " anew by seed), quality by published grids; share of the whole front's hypervolume by true values, mean over"
-            " seeds; the prior knows nothing of the problem's model size"
+            " anew by seed), quality by published grids; share of the whole front's hypervolume by true values, mean"
+            " over seeds; the prior knows nothing of the problem's model size"
         ),
         "lines": [
             *_lines(table), "", f"CPU seconds of one proposal of ours after 100 trials: {ask_seconds_at_100:.3f}.",

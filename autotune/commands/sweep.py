@@ -161,7 +161,7 @@ def command(
         text = check_data(_first_run(loaded, enumeration))
 
     from autotune.commands.sweep_view import SweepView
-    from autotune.study.driver import Driver
+    from autotune.study.driver import Driver, patiently
     from autotune.study.executor import open_executor
 
     console = Console(stderr=as_json)
@@ -187,17 +187,19 @@ def command(
         if text is not None:
             opened.require_corpus(text.corpus_hash)
         before = opened.snapshot()
-        view = SweepView(console, before, num_trials, workers, opened.remarks)
+        view = SweepView(console, before, num_trials, workers, lambda: patiently(opened.remarks))
         if estimates and not can_estimate:
             view.note(f"nothing is known of {machines.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, placed, view, workers, seconds)
         ending = _drive(driver, view)
         chosen = None
-        if repeat_best and not driver.is_stopping and any(row.feasible for row in opened.snapshot().trials):
-            chosen = _plan_repeats(opened, repeat_best)
+        snapshot = patiently(opened.snapshot)
+        if repeat_best and not driver.is_stopping and any(row.feasible for row in snapshot.trials):
+            chosen = _plan_repeats(opened, snapshot, repeat_best)
             driver.time_limit_seconds = None
             _drive(driver, view)
-        snapshot, remarks, gain = opened.snapshot(), opened.remarks(), opened.expected_gain()
+        snapshot, remarks = patiently(opened.snapshot), patiently(opened.remarks)
+        gain = patiently(opened.expected_gain)
     why = ending_remarks(ending, before, snapshot, num_trials)
     again = shlex.join(["autotune", *sys.argv[1:]])
     if as_json:
@@ -281,11 +283,11 @@ def _stopping(driver: Driver, view: SweepView) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _plan_repeats(study: Study, count: int) -> int:
+def _plan_repeats(study: Study, snapshot: StudySnapshot, count: int) -> int:
     """Have the knee of the front repeated; its number."""
     from autotune.apply.select import pick
 
-    number = pick(study.snapshot(), "knee").number
+    number = pick(snapshot, "knee").number
     study.plan_repeats(number, count)
     return number
 

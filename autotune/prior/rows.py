@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
@@ -12,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.prior.task import HYPERPARAMETERS, Task
 from engine.atomic import append_line, encode_line, make_folder, read_lines, write_text
 from engine.errors import UserError
+from engine.file_lock import file_lock
 from engine.outcome import OutcomeKind
 from engine.schema import Schema
 
@@ -105,21 +107,23 @@ def add_rows(path: Path, rows: Iterable[MetaRow]) -> int:
     Returns:
         How many were appended.
     """
-    known: dict[tuple[str, int], list[MetaRow]] = {}
-    for row in read_rows(path):
-        known.setdefault((row.study, row.trial), []).append(row)
-    new = [
-        row for row in rows if not any(k.is_of(row.study, row.folder) for k in known.get((row.study, row.trial), ()))
-    ]
-    make_folder(path.parent)
-    for row in new:
-        _append(path, row, sync=row is new[-1])
+    with _only_writer(path):
+        known: dict[tuple[str, int], list[MetaRow]] = {}
+        for row in read_rows(path):
+            known.setdefault((row.study, row.trial), []).append(row)
+        new = [r for r in rows if not any(k.is_of(r.study, r.folder) for k in known.get((r.study, r.trial), ()))]
+        for row in new:
+            append_line(path, row.to_data(), sync=row is new[-1])
     return len(new)
 
 
-def _append(path: Path, row: MetaRow, *, sync: bool) -> None:
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Change a file of rows alone."""
     try:
-        append_line(path, row.to_data(), sync=sync)
+        make_folder(path.parent)
+        with file_lock(path.with_name(f"{path.name}.lock")):
+            yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file by --rows") from None
 
@@ -135,8 +139,9 @@ def remove_rows(path: Path, study: str) -> int:
     Returns:
         How many there were.
     """
-    records = list(read_lines(path))
-    kept = [record for record in records if record.get("study") != study]
-    if len(kept) < len(records):
-        write_text(path, "".join(encode_line(record) for record in kept))
+    with _only_writer(path):
+        records = list(read_lines(path))
+        kept = [record for record in records if record.get("study") != study]
+        if len(kept) < len(records):
+            write_text(path, "".join(encode_line(record) for record in kept))
     return len(records) - len(kept)

@@ -42,7 +42,7 @@ class Draws:
         covariance = process.kernel.covariance(known, known)
         diagonal = np.arange(num_told + num_anchors)
         covariance[diagonal, diagonal] += JITTER * float(covariance[diagonal, diagonal].max(initial=1e-12))
-        covariance[diagonal[:num_told], diagonal[:num_told]] += process.kernel.noise**2
+        covariance[diagonal[:num_told], diagonal[:num_told]] += process.points.noise_variance + process.kernel.noise**2
         factor = cholesky(covariance, lower=True)
         told = _whitened(factor[:num_told, :num_told], process.y - process.points.mean)
         free = rng.standard_normal((num_draws, num_anchors))

@@ -63,9 +63,11 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
 def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:
     """Whether a search is at its end: ``PATIENCE`` times in a row, now the last time, less than ``least_ratio`` was
     expected of the next trial. As pure as the sampler."""
-    for num_less in range(PATIENCE):
-        observations = state.observations[: len(state.observations) - num_less]
-        gain = expected_gain(sampler, replace(state, observations=observations))
+    ends = [place for place, observation in enumerate(state.observations) if tells(observation)]
+    if len(ends) < PATIENCE:
+        return False
+    for end in (len(state.observations), *ends[:-PATIENCE:-1]):
+        gain = expected_gain(sampler, replace(state, observations=state.observations[:end]))
         if gain is None or gain.ratio >= least_ratio:
             return False
     return True

@@ -138,7 +138,9 @@ def _coordinate(axis: Axis, value: float | str) -> float:
     """Of the value nearest to one that may not be in the dimension; the middle where they can't be compared."""
     choices = axis.dimension.choices()
     if choices is None:
-        return float(np.clip(axis.coordinate(value), 0.0, 1.0))
+        if isinstance(value, str):
+            return 0.5
+        return axis.coordinate(min(max(value, axis.dimension.low), axis.dimension.high))
     if value in choices:
         return axis.coordinate(value)
     if isinstance(value, str) or not axis.is_ordered:

@@ -86,7 +86,7 @@ class FirstFailures:
         self._first.append(outcome)
         if len(self._first) < NUM_ALIKE or {(o.kind, o.detail) for o in self._first} != {("user", outcome.detail)}:
             return
-        if any(row.outcome is not None and row.outcome.kind != "user" for row in self.study.snapshot().trials):
+        if any(row.outcome and row.outcome.kind != "user" for row in patiently(self.study.snapshot).trials):
             return
         raise UserError(
             f"the first {NUM_ALIKE} trials all failed alike: {outcome.detail}",
@@ -159,7 +159,7 @@ class Driver:
     def _work(self) -> Nothing | None:
         try:
             while not self.is_stopping and time.monotonic() < self._deadline:
-                asked = _patiently(self.study.ask)
+                asked = patiently(self.study.ask)
                 if asked is Nothing.WAIT:
                     time.sleep(WAIT_SECONDS)
                 elif isinstance(asked, Nothing):
@@ -183,8 +183,12 @@ class Driver:
                 break
             num_retries += 1
             self.listener.retried(assignment, outcome)
-            assignment = _patiently(partial(self.study.retry, assignment))
-        if _patiently(partial(self.study.tell, assignment, outcome)):
+            retried = patiently(partial(self.study.retry, assignment))
+            if retried is None:
+                self._release(assignment)
+                return
+            assignment = retried
+        if patiently(partial(self.study.tell, assignment, outcome)):
             self.listener.finished(assignment, outcome)
             self._first_failures.add(outcome)
 
@@ -201,12 +205,16 @@ class Driver:
         return Stop.NOW if self.study.is_lost(assignment.number) else self._stop
 
     def _release(self, assignment: Assignment) -> None:
-        _patiently(lambda: self.study.release(assignment))
+        patiently(lambda: self.study.release(assignment))
         self.listener.released(assignment)
 
 
-def _patiently(call: Callable[[], Result]) -> Result:
-    """``call()``, tried again while the storage fails: every change to a study can be taken up where it stopped."""
+def patiently(call: Callable[[], Result]) -> Result:
+    """``call()``, tried again while the storage fails: every change to a study can be taken up where it stopped.
+
+    Raises:
+        UserError: The storage was away for too long.
+    """
     pauses = iter(STORAGE_PAUSES_SECONDS)
     while True:
         try:

@@ -6,9 +6,9 @@ import threading
 import uuid
 from dataclasses import replace
 
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
-from autotune.study.lease import Lease, LeaseKeeper, lease_key
+from autotune.study.lease import LEASE_PREFIX, Lease, LeaseKeeper, lease_key
 from autotune.study.record import Record, lease_of, record_of
 from autotune.study.trial_table import TrialTable
 
@@ -18,14 +18,14 @@ class Holding:
 
     Args:
         table: The study's numbers.
-        lock: Held by whoever reads and then writes; renewals take it, too.
     """
 
-    def __init__(self, table: TrialTable, lock: threading.RLock) -> None:
+    def __init__(self, table: TrialTable) -> None:
         self.leases: dict[int, Lease] = {}
         """Number -> lease in force, of all that is held."""
         self._table = table
-        self._lock = lock
+        self._lock = threading.Lock()
+        """Of leases and their renewal. Not the study's: a proposal may take longer than a lease lasts."""
         self._holder = uuid.uuid4().hex
         self._keeper = LeaseKeeper(self._renew)
 
@@ -40,18 +40,21 @@ class Holding:
     def take(self, number: int, attempt: int) -> None:
         """Take the lease of an attempt and renew it from now on."""
         lease = self.new_lease(attempt)
-        self._table.write_lease(number, lease)
-        self.leases[number] = lease
-        self._keeper.hold(number, lease)
+        with self._lock:
+            self._table.write_lease(number, lease)
+            self.leases[number] = lease
+            self._keeper.hold(number, lease)
 
     def drop(self, number: int) -> None:
         """Forget a number: it has its outcome, or is somebody else's."""
-        self._keeper.drop(number)
-        self.leases.pop(number, None)
+        with self._lock:
+            self._forget(number)
 
     def release(self, number: int) -> None:
         """Give a number back unfinished, free for anybody at once."""
-        self._table.write_lease(number, replace(self.leases[number], released=True))
+        with self._lock:
+            self._table.write_lease(number, replace(self.leases[number], released=True))
+            self._forget(number)
 
     def is_ours(self, number: int, attempt: int) -> bool:
         """Whether an attempt is still in force and held here."""
@@ -68,6 +71,11 @@ class Holding:
         when the storage failed in the middle of a call."""
         return lease.has_lapsed() or lease.holder == self._holder
 
+    def num_abandoned(self, trial: FrozenTrial) -> int:
+        """Attempts on a trial that were not given back: their owners ended without a word."""
+        leases = [Lease.decode(text) for key, text in trial.user_attrs.items() if key.startswith(LEASE_PREFIX)]
+        return sum(not lease.released for lease in leases)
+
     def claim(self, number: int, attempt: int) -> bool:
         """Claim an attempt; of all who do, the one whose claim has the lowest number wins."""
         claim = Record("claim", of=number)
@@ -80,11 +88,17 @@ class Holding:
 
     def _renew(self, number: int, lease: Lease) -> bool:
         with self._lock:
-            if number not in self.leases:  # told or released meanwhile
+            held = self.leases.get(number)
+            if held is None or held.attempt != lease.attempt:  # told, released or begun again meanwhile
                 return True
             trials = self._table.all()
             current = lease_of(trials[number], trials)
-            if current is None or current.attempt != lease.attempt or trials[number].state.is_finished():
+            if current is None or current.attempt != lease.attempt:
                 return False
-            self._table.write_lease(number, lease)
+            if not trials[number].state.is_finished():
+                self._table.write_lease(number, lease)
             return True
+
+    def _forget(self, number: int) -> None:
+        self._keeper.drop(number)
+        self.leases.pop(number, None)

@@ -132,8 +132,9 @@ class LeaseKeeper:
             for number, lease in held.items():
                 if not self._renew(number, lease.renewed()):
                     with self._lock:
-                        self._lost.add(number)
-                        self._held.pop(number, None)
+                        if self._held.get(number) is lease:  # else a newer attempt of our own is in force
+                            self._lost.add(number)
+                            self._held.pop(number, None)
 
     def _renew(self, number: int, lease: Lease) -> bool:
         try:

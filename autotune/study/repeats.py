@@ -34,7 +34,8 @@ def repeated_values(snapshot: StudySnapshot, number: int) -> list[RepeatedValue]
 
     The trial itself is left out: it was chosen for its value, which is therefore better than what to expect.
     """
-    rows = [row.values for row in snapshot.trials if row.repeat_of == number and row.values is not None]
+    repeats = [row for row in snapshot.trials if row.repeat_of == number and row.share == 1]
+    rows = [row.values for row in repeats if row.values is not None]
     if not rows:
         return []
     return [_interval(objective, [values[objective.name] for values in rows]) for objective in snapshot.objectives]

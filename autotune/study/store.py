@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import logging
@@ -11,7 +10,6 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 
 from engine.atomic import make_folder
 from engine.errors import UserError
+from engine.file_lock import file_lock
 
 JOURNAL_FILE = "journal.log"
 BACKUP_FILE = "journal.log.bak"
@@ -30,32 +29,6 @@ LOCK_FILE = "journal.flock"
 NUM_OPEN_TRIES = 10
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-@contextmanager
-def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the kernel's lock on ``path``. It is free the moment its owner dies: there are no dead owners to break."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether some living process holds the lock on ``path``."""
-    try:
-        handle = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 class RepairingJournal(JournalFileBackend):
@@ -261,4 +234,6 @@ def hide_password(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     account, at, place = rest.rpartition("@")
     user, colon, _ = account.partition(":")
-    return f"{scheme}{separator}{user if colon else account}{at}{place}"
+    place, question, query = place.partition("?")
+    kept = "&".join(part for part in query.split("&") if "pass" not in part.partition("=")[0].lower())
+    return f"{scheme}{separator}{user if colon else account}{at}{place}{question if kept else ''}{kept}"

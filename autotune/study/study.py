@@ -58,7 +58,7 @@ from autotune.study.record import (
 )
 from autotune.study.runner import evidence
 from autotune.study.snapshot import StudySnapshot
-from autotune.study.store import absolute_url, file_lock, is_locked, open_database, open_journal, read_journal
+from autotune.study.store import absolute_url, open_database, open_journal, read_journal
 from autotune.study.study_file import (
     ANOTHER_STUDY,
     STUDY_FILE,
@@ -74,6 +74,7 @@ from autotune.study.study_file import (
 from autotune.study.trial_table import TrialTable
 from engine.atomic import make_folder, write_text
 from engine.errors import UserError
+from engine.file_lock import file_lock, is_locked
 from engine.outcome import OUTCOME_FILE, Outcome
 
 OPEN_LOCK = "study.flock"
@@ -130,7 +131,7 @@ class Study:
             space, self._table, sampler, file.seed, num_trials, guesses, plans, forecast, task_prior, enough
         )
         self._lock = threading.RLock()
-        self._held = Holding(self._table, self._lock)
+        self._held = Holding(self._table)
         self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
         self._num_rejected = 0
         self._is_exhausted = self._is_stopping = False
@@ -272,10 +273,11 @@ class Study:
                 self._held.release(assignment.number)
             self._held.drop(assignment.number)
 
-    def retry(self, assignment: Assignment) -> Assignment:
-        """The same trial for one more attempt, still ours (after a fault of the machine)."""
+    def retry(self, assignment: Assignment) -> Assignment | None:
+        """The same trial for one more attempt, still ours (after a fault of the machine); None where it is not."""
         with self._lock:
-            return self._hold(assignment, assignment.attempt + 1)
+            is_ours = self._held.is_ours(assignment.number, assignment.attempt)
+            return self._hold(assignment, assignment.attempt + 1) if is_ours else None
 
     def require_corpus(self, corpus_hash: str) -> None:
         """Make sure that the text is the one the study's trials used; that of a new study is remembered.
@@ -516,8 +518,8 @@ class Study:
         assignment = self._hold(self._assignment(trial.number, candidate, trial.params, record), attempt)
         end_recorded(assignment.folder)
         outcome = outcome_of(trial) or evidence(assignment)
-        if outcome is None and attempt > MAX_ATTEMPTS:
-            outcome = Outcome(kind="infra", detail=f"given up: its driver ended {attempt - 1} times while it ran")
+        if outcome is None and (count := self._held.num_abandoned(trial)) >= MAX_ATTEMPTS:
+            outcome = Outcome(kind="infra", detail=f"given up: its driver ended {count} times while it ran")
         if outcome is None:
             return self._prepared(assignment)
         self.tell(assignment, outcome)

@@ -7,7 +7,6 @@ complete; builders of the same corpus wait for each other.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from engine.data.documents import SourceFile, find_files, read_documents
 from engine.data.sequences import TokenSet
 from engine.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from engine.errors import UserError
+from engine.file_lock import file_lock
 from engine.schema import Schema
 from engine.spec import DataSpec
 
@@ -333,9 +333,8 @@ def _temporary_prefix(folder: Path) -> str:
 
 @contextmanager
 def _only_builder(folder: Path) -> Iterator[None]:
-    """Hold the lock of one corpus; the system frees it when its holder dies, however that happens."""
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold the lock of one corpus."""
+    with file_lock(folder.with_name(f"{folder.name}.lock")):
         _remove_leftovers(folder)
         yield
 

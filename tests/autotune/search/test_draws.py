@@ -1,5 +1,7 @@
 """Draws at anchors and elsewhere agree with the process and with each other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,13 +16,15 @@ def points(x: list[float]) -> Points:
     return Points.plain(Inputs(np.array(x, dtype=np.float64)[:, None], np.zeros(1, dtype=np.int64)))
 
 
-def process(noise: float = 0.3) -> GaussianProcess:
+def process(noise: float = 0.3, known_noise: np.ndarray | None = None) -> GaussianProcess:
     kernel = Kernel(np.log([0.3, 1.0, noise]), 1)
-    return GaussianProcess.condition(kernel, points([0.1, 0.5]), np.array([1.0, -1.0]))
+    told = replace(points([0.1, 0.5]), noise=known_noise)
+    return GaussianProcess.condition(kernel, told, np.array([1.0, -1.0]))
 
 
-def test_mean_and_spread_are_the_posterior_s() -> None:
-    model = process()
+@pytest.mark.parametrize("known_noise", [None, np.array([0.0, 0.8])])
+def test_mean_and_spread_are_the_posterior_s(known_noise: np.ndarray | None) -> None:
+    model = process(known_noise=known_noise)
     draws = Draws.of(model, points([0.1, 0.3]), 4000, np.random.default_rng(0))
     for values, where in ((draws.anchors, [0.1, 0.3]), (draws.at(points([0.2, 0.9])), [0.2, 0.9])):
         mean, sd = model.posterior(points(where))

@@ -15,15 +15,14 @@ from autotune.study.store import (
     JOURNAL_FILE,
     absolute_url,
     cut_torn_tail,
-    file_lock,
     hide_password,
-    is_locked,
     open_database,
     open_journal,
     read_journal,
 )
 from autotune.study.study import Study, load_snapshot
 from engine.errors import UserError
+from engine.file_lock import file_lock, is_locked
 from engine.outcome import Outcome
 
 pytestmark = pytest.mark.unit

@@ -326,6 +326,26 @@ def test_a_trial_that_ends_its_driver_again_and_again_is_given_up(open_study: Op
     assert row.outcome.kind == "infra"
 
 
+def test_a_trial_that_is_given_back_again_and_again_is_not_given_up(open_study: OpenStudy) -> None:
+    study = open_study(num_trials=1)
+    for attempt in range(1, MAX_ATTEMPTS + 3):
+        assignment = asked(study)
+        assert assignment.attempt == attempt
+        study.release(assignment)
+
+
+def test_a_trial_that_was_taken_over_is_not_retried(open_study: OpenStudy) -> None:
+    late = open_study(num_trials=1)
+    assignment = asked(late)
+    lease = late._held.leases[assignment.number]
+    late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
+    taker = open_study(num_trials=1)
+    again = asked(taker)
+    assert late.retry(assignment) is None
+    assert taker.tell(again, ok(1.0))
+    assert late.retry(assignment) is None
+
+
 def test_a_released_trial_is_taken_at_once(open_study: OpenStudy) -> None:
     study = open_study(num_trials=1)
     first = asked(study)
