@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -44,24 +45,26 @@ def add(
     found = meta_rows(load_snapshot(study_folder(runs_dir, name)))
     if not found:
         raise UserError(
-            f"study {name} has no finished trial with a held-out loss", hint="add it once trials have finished"
+            f"study {name} has no finished trial of which learning rate, batch and held-out loss are known",
+            hint="add it once trials have finished; a program's or function's space says by 'task' what it trains",
         )
     added = add_rows(path, found)
     if as_json:
         print(json.dumps({"study": name, "file": str(path), "num_added": added, "num_known": len(found) - added}))
     else:
         known = f", {len(found) - added} were there before" if added < len(found) else ""
-        print(f"{added} trials of {name} added to {path}{known}")
+        print(f"{added} {'trial' if added == 1 else 'trials'} of {name} added to {path}{known}")
 
 
 @app.command()
 def show(rows: RowsFile = None, as_json: AsJson = False) -> None:
     """Show which own runs there are, by study."""
-    from autotune.prior.rows import default_rows_file, read_rows
+    from autotune.prior.rows import count_damaged, default_rows_file, read_rows
 
     path = rows or default_rows_file()
     by_study: dict[str, list[float]] = {}
     found = read_rows(path)
+    num_damaged = count_damaged(path)
     for row in found:
         by_study.setdefault(row.study, []).extend([row.loss] if row.loss is not None else [])
     counts = Counter(row.study for row in found)
@@ -79,8 +82,11 @@ def show(rows: RowsFile = None, as_json: AsJson = False) -> None:
             }
             for study, count in counts.items()
         ]
-        print(json.dumps({"file": str(path), "studies": data}, indent=2))
+        print(json.dumps({"file": str(path), "num_damaged_lines": num_damaged, "studies": data}, indent=2))
         return
+    if num_damaged:
+        words = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
+        print(f"{words} damaged in {path} and not used; add the studies again", file=sys.stderr)
     if not counts:
         print(f"no own runs in {path}; add a study's with: autotune prior add STUDY")
         return
@@ -107,4 +113,7 @@ def remove(name: StudyName, rows: RowsFile = None, as_json: AsJson = False) -> N
     if not removed:
         known = ", ".join(read_studies(path)) or "none"
         raise UserError(f"{path} has no runs of a study {name!r}", hint=f"studies in it: {known}")
-    print(json.dumps({"study": name, "num_removed": removed}) if as_json else f"{removed} trials of {name} removed")
+    if as_json:
+        print(json.dumps({"study": name, "num_removed": removed}))
+    else:
+        print(f"{removed} {'trial' if removed == 1 else 'trials'} of {name} removed")

@@ -64,6 +64,8 @@ def command(
     if no_own and rows is not None:
         raise UserError("--rows and --no-own exclude each other", hint="drop one of them")
     task = _task(params, active_params, model, tokens, _positive(seq_len, "--seq-len"), optimizer, schedule)
+    if rows is not None and not rows.exists():
+        raise UserError(f"--rows {rows}: there is no such file", hint="autotune prior add STUDY --rows FILE makes one")
     own = [] if no_own else read_rows(rows or default_rows_file())
     prior = Prior.load(own)
     _check_optimizer(prior, optimizer)
@@ -161,16 +163,24 @@ def _positive(text: str, option: str) -> int:
 def _answer(prior: TaskPrior, given: Fixed, num_points: int, num_own: int) -> dict[str, Any]:
     best, level = prior.optimum(given), prior.loss_level(given)
     support, reasons = prior.support_beside(given)
+    length = prior.task.sequence_length
     return {
-        **best,
+        **_in_sequences(best, given, length),
         "predicted_loss": None if level is None else {"mean": level[0], "sd": level[1]},
         "interval_90": {name: list(ends) for name, ends in prior.interval_90(given).items()},
         "support": support,
         "reasons": list(reasons),
-        "portfolio": prior.portfolio(num_points, given),
+        "portfolio": [_in_sequences(point, given, length) for point in prior.portfolio(num_points, given)],
         "task": prior.task.to_data(),
         "num_own_rows": num_own,
     }
+
+
+def _in_sequences(point: Fixed, given: Fixed, length: int) -> dict[str, float | str]:
+    """With the batch as whole sequences, where it is not fixed."""
+    if "global_batch_tokens" in given or "global_batch_tokens" not in point:
+        return dict(point)
+    return {**point, "global_batch_tokens": max(1, round(float(point["global_batch_tokens"]) / length)) * length}
 
 
 def _print(answer: dict[str, Any]) -> None:

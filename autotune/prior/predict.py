@@ -332,7 +332,7 @@ class Prior:
     recipes: Recipes
     level: LossLevel
     own: tuple[tuple[Anchor, float], ...] = ()
-    """Groups of the user's own runs: their offset, and their best loss above the tables' law."""
+    """Groups of the user's own runs: their offset, and their best loss."""
 
     @staticmethod
     def load(extra_rows: Sequence[MetaRow] = ()) -> Prior:
@@ -346,7 +346,7 @@ class Prior:
         own = []
         for group in group_rows(rows):
             anchor = self.recipes.observe(group, self.surface)
-            own.append((anchor, float(group.losses.min()) - self.level.at(group.task)))
+            own.append((anchor, float(group.losses.min())))
         recipes = dataclasses.replace(self.recipes, anchors=(*self.recipes.anchors, *(anchor for anchor, _ in own)))
         return dataclasses.replace(self, recipes=recipes, own=(*self.own, *own))
 
@@ -390,26 +390,35 @@ class Prior:
             reasons.append(f"{task.optimizer} was seen in one-factor sweeps of 130M to 1.2B parameters only")
         own = [anchor for anchor, _ in self.own if anchor.optimizer == task.optimizer and anchor.task is not None]
         near = [a for a in own if a.task is not None and float(np.linalg.norm(a.task - place)) <= 1.5 * NEAR]
-        if near:
-            reasons.append(
-                f"{len(near)} own {'study' if len(near) == 1 else 'studies'} near this size moved the answer"
-            )
-            support = "extrapolated" if support == "outside" else support
-        return support, tuple(reasons), 0.0 if near else distance
+        telling = [anchor for anchor in near if np.isfinite(anchor.sd[:2]).any()]
+        for count, told in (
+            (len(telling), "near this size moved the answer"),
+            (len(near) - len(telling), "near this size told nothing of rate and batch: too few trials, or too alike"),
+        ):
+            if count:
+                reasons.append(f"{count} own {'study' if count == 1 else 'studies'} {told}")
+        support = "extrapolated" if telling and support == "outside" else support
+        return support, tuple(reasons), 0.0 if telling else distance
 
     def _level_shift(self, task: Task, place: Floats) -> tuple[float, float] | None:
-        """The loss of the nearest own runs above the tables' law."""
+        """What the nearest own runs add to the tables' law, and its standard deviation.
+
+        Their best losses are carried here by the law's ratio. Beyond the tables nobody saw how it falls, so up to half
+        of that change is doubted there.
+        """
         near = [
-            (float(np.linalg.norm(anchor.task - place)), shift)
-            for anchor, shift in self.own
+            (float(np.linalg.norm(anchor.task - place)), best, best * self.level.at(place) / self.level.at(anchor.task))
+            for anchor, best in self.own
             if anchor.task is not None and anchor.optimizer == task.optimizer
         ]
-        near = [(distance, shift) for distance, shift in near if distance <= 3 * NEAR]
+        near = [found for found in near if found[0] <= 3 * NEAR]
         if not near:
             return None
-        weights = np.exp([-distance for distance, _ in near])
-        mean = float(np.average([shift for _, shift in near], weights=weights))
-        return mean, 0.02 + 0.1 * min(distance for distance, _ in near)
+        distances, _, carried = np.transpose(near)
+        mean = float(np.average(carried, weights=np.exp(-distances)))
+        distance, best, _ = min(near)
+        doubt = 0.5 * min(1.0, float(np.linalg.norm(self.surface.beyond(place)))) * abs(mean - best)
+        return mean - self.level.at(place), 0.02 + 0.1 * distance + doubt
 
     def save(self, path: Path) -> None:
         """Write the fitted numbers."""

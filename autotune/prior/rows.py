@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from autotune.prior.task import HYPERPARAMETERS, Task
-from engine.atomic import append_line, encode_line, make_folder, read_lines, write_text
+from engine.atomic import append_line, decode_line, encode_line, make_folder, read_lines, write_text
 from engine.errors import UserError
 from engine.file_lock import file_lock
 from engine.outcome import OutcomeKind
@@ -126,6 +127,13 @@ def _only_writer(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file by --rows") from None
+
+
+def count_damaged(path: Path) -> int:
+    """Lines of a file that are no whole rows: torn by a kill, or changed by hand."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        return sum(decode_line(line) is None for line in file)
+    return 0
 
 
 def read_studies(path: Path) -> list[str]:

@@ -37,9 +37,18 @@ def task_prior_of(space: Space, extra_rows: Sequence[MetaRow] = ()) -> TaskPrior
         run = space.base_run()
         return Prior.load(extra_rows).at(Task.of_run(run)) if is_standard(run.hyperparameters, run.model) else None
     if isinstance(space, CommandSpace) and space.task:
-        _check_roles(space.roles)
-        return Prior.load(extra_rows).at(parse(Task, dict(space.task), path=("task",)))
+        return Prior.load(extra_rows).at(task_of(space))
     return None
+
+
+def task_of(space: CommandSpace) -> Task:
+    """What a user's program trains, as its space's ``task`` says.
+
+    Raises:
+        UserError: A task or a role is not known.
+    """
+    _check_roles(space.roles)
+    return parse(Task, dict(space.task), path=("task",))
 
 
 def _check_roles(roles: Mapping[str, str]) -> None:

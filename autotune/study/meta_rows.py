@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from autotune.prior.rows import MetaRow
 from autotune.prior.task import Task
+from autotune.search.quality import hyperparameter_columns
+from autotune.search.warm_start import task_of
+from autotune.space.command import CommandSpace
+from autotune.space.command_grammar import space_of_data
 from autotune.study.runner import RUN_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.config import RunConfig, load_run
@@ -17,11 +23,20 @@ QUALITY_KINDS = ("ok", "nan", "diverged")
 def meta_rows(snapshot: StudySnapshot) -> list[MetaRow]:
     """Rows of the trials whose end says something of their hyperparameters.
 
-    Trials of a user's own program are left out: the prior can't know what their settings mean. So are repeats,
-    trials whose run file is gone, those cut short before the end of their schedule, and those under muP relative to
-    another size: their learning rate is not that of what was trained.
+    Those of a user's own program or function count where a ``task`` says what they train, and learning rate and batch
+    are among their values. Repeats are left out, and so are trials whose run file is gone, those cut short before the
+    end of their schedule, and those under muP relative to another size: their learning rate is not that of what was
+    trained.
+
+    Raises:
+        UserError: The study's ``task`` is not known.
     """
-    rows = [_row(snapshot, row) for row in snapshot.trials if row.repeat_of is None]
+    trials = [row for row in snapshot.trials if row.repeat_of is None]
+    if "model" in snapshot.space or not snapshot.space.get("task"):
+        rows = [_row(snapshot, row) for row in trials]
+    else:
+        space = space_of_data(snapshot.space, snapshot.name)
+        rows = [_own_row(snapshot, space, task_of(space), row) for row in trials]
     return [row for row in rows if row is not None]
 
 
@@ -46,6 +61,26 @@ def _row(study: StudySnapshot, trial: TrialRow) -> MetaRow | None:
         task=Task.of_run(run),
         hyperparameters=hyperparameters_of(run),
         loss=outcome.held_out_loss if outcome.kind == "ok" else None,
+        status=outcome.kind,
+    )
+
+
+def _own_row(study: StudySnapshot, space: CommandSpace, task: Task, trial: TrialRow) -> MetaRow | None:
+    outcome = trial.outcome
+    if outcome is None or outcome.kind not in QUALITY_KINDS:
+        return None
+    loss = (trial.values or {}).get(space.quality_name)
+    columns = hyperparameter_columns(space, {name: np.array([value]) for name, value in trial.parameters.items()})
+    known = {name: column[0].item() for name, column in columns.items() if column[0] is not None}
+    if (outcome.kind == "ok" and loss is None) or not {"learning_rate", "global_batch_tokens"} <= known.keys():
+        return None
+    return MetaRow(
+        study=study.name,
+        folder=str(study.folder.absolute()),
+        trial=trial.number,
+        task=task,
+        hyperparameters=known,
+        loss=loss if outcome.kind == "ok" else None,
         status=outcome.kind,
     )
 

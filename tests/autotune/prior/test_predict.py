@@ -253,3 +253,25 @@ def test_the_file_gives_back_what_was_saved(tmp_path: Any) -> None:
     with np.load(tmp_path / "again.npz") as arrays:
         again = Prior.from_arrays(dict(arrays))
     assert again.at(task()).optimum() == shipped().at(task()).optimum()
+
+
+def test_own_runs_far_below_the_tables_promise_no_impossible_loss() -> None:
+    """The law is far too high there: what own runs reached is carried by its ratio, and doubted."""
+
+    def task(tokens: int) -> Task:
+        return Task(num_parameters=300_000, num_active_parameters=300_000, total_tokens=tokens, sequence_length=64)
+
+    tried = ((1.4e-3, 512.0, 2.7), (3.7e-3, 1024.0, 2.9), (3e-3, 512.0, 2.8))
+    rows = [
+        MetaRow(
+            study="mine", trial=i, task=task(32_768), loss=loss, status="ok",
+            hyperparameters={"learning_rate": rate, "global_batch_tokens": batch},
+        )
+        for i, (rate, batch, loss) in enumerate(tried)
+    ]  # fmt: skip
+    prior = Prior.load(rows)
+    here, twice, four_times = (prior.at(task(32_768 * factor)).loss_level() for factor in (1, 2, 4))
+    assert None not in (here, twice, four_times)
+    assert here[0] == pytest.approx(2.7)
+    assert 2.7 > twice[0] > four_times[0] > 1.5
+    assert here[1] < 0.05 < 0.3 < twice[1] < four_times[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def test_a_trial_becomes_a_row_with_task_and_hyperparameters(tmp_path: Path) -> 
     assert row.hyperparameters["global_batch_tokens"] == 16 * 128
     assert row.hyperparameters["learning_rate"] == 2e-3
     assert row.hyperparameters["schedule"] == "wsd"
+
+
+def test_trials_of_a_program_count_by_what_its_task_says(tmp_path: Path) -> None:
+    space: dict[str, Any] = {
+        "objectives": [{"name": "loss", "direction": "minimize"}],
+        "space": {"lr": {"log_float": [1e-4, 1e-1]}, "batch": [8, 16], "beta1": 0.9},
+        "task": {
+            "num_parameters": 1_000_000, "total_tokens": 20_000_000, "sequence_length": 64,
+            "roles": {"learning_rate": "lr", "global_batch_size": "batch", "quality": "loss"},
+        },
+    }  # fmt: skip
+    rows = [
+        TrialRow(0, "finished", {"lr": 2e-3, "batch": 16}, Outcome(kind="ok"), {"loss": 3.0}, True),
+        TrialRow(1, "finished", {"lr": 9e-2, "batch": 8}, Outcome(kind="diverged"), None, False),
+    ]
+    study = replace(snapshot(tmp_path, *rows), space=space)
+    first, second = meta_rows(study)
+    assert (first.loss, first.status, first.task.num_parameters) == (3.0, "ok", 1_000_000)
+    assert first.hyperparameters == {"learning_rate": 2e-3, "global_batch_tokens": 1024.0, "beta1": 0.9}
+    assert (second.loss, second.status) == (None, "diverged")
+    del space["task"]["roles"]["global_batch_size"]
+    assert meta_rows(replace(study, space=space)) == []
 
 
 def test_divergence_tells_of_the_hyperparameters_and_a_lost_machine_does_not(tmp_path: Path) -> None:
