@@ -81,13 +81,26 @@ class Candidates:
         away = np.nan_to_num(pool - ABSENT)
         return np.concatenate([ranked, pool[np.argsort((away**2).sum(axis=1), kind="stable")]])
 
-    def spread(self, tried: np.ndarray, margin: float, rng: np.random.Generator) -> np.ndarray:
-        """Points by how far they are from all ``tried`` ones, ``[m, k]``, and no nearer to a wall than ``margin``."""
+    def spread(
+        self, tried: np.ndarray, margin: float, rng: np.random.Generator, held: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Points by how far they are from all ``tried`` ones, ``[m, k]``, and no nearer to a wall than ``margin``.
+
+        Args:
+            tried: Coordinates ``[n, k]``.
+            margin: Of the box, whose width is 1.
+            rng: Draws the points.
+            held: Coordinates ``[k]`` that all points share, NaN where they are free.
+        """
         pool = self.random(NUM_RANDOM, rng)
-        walls = np.nan_to_num(np.abs(pool - ABSENT)).max(axis=1, initial=0.0) <= 0.5 - margin
+        walls = np.nan_to_num(np.abs(pool - ABSENT))
+        if held is not None:
+            is_held = ~(np.isnan(held) | np.isnan(pool))
+            pool, walls = self._existing(np.where(is_held, held, pool)), np.where(is_held, 0.0, walls)
+        is_inside = walls.max(axis=1, initial=0.0) <= 0.5 - margin
         x, known = self.encoding.columns(pool).x, self.encoding.columns(tried).x
         distance = ((x[:, None, :] - known) ** 2).sum(axis=2).min(axis=1)
-        return np.asarray(pool[np.lexsort((-distance, ~walls))])
+        return np.asarray(pool[np.lexsort((-distance, ~is_inside))])
 
     def random(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Up to ``count`` points drawn anywhere; all of a small discrete space."""

@@ -119,10 +119,19 @@ class View:
         scale = np.minimum(np.hypot(sd, self._uncovered()) / self.unit, self.cap)
         return Points(inputs, mean, scale, np.stack([np.full(len(mean), self.level_sd), WEIGHT_SD * mean], axis=1))
 
+    def is_told(self) -> np.ndarray:
+        """``[k]`` bools: which dimensions the prior speaks of; none where the task lies outside of what it knows."""
+        if self.prior is None or self.prior.support == "outside":
+            return np.zeros(len(self.encoding.axes), dtype=bool)
+        return self._is_known()
+
+    def _is_known(self) -> np.ndarray:
+        known = {self.space.roles.get(name, name) for name in (*HYPERPARAMETERS, "global_batch_size")}
+        names = [axis.dimension.name.removeprefix("hyperparameters.") for axis in self.encoding.axes]
+        return np.array([name in known or name.startswith("plan.") for name in names], dtype=bool)
+
     def _uncovered(self) -> float:
-        known = {*HYPERPARAMETERS, "global_batch_size", "micro_batch_size"}
-        names = {d.name.removeprefix("hyperparameters.") for d in self.space.dimensions}
-        return UNCOVERED_NATS if any(name not in known and not name.startswith("plan.") for name in names) else 0.0
+        return 0.0 if self._is_known().all() else UNCOVERED_NATS
 
 
 @dataclass(frozen=True)

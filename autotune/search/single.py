@@ -1,7 +1,8 @@
 """The default search for one objective: a Gaussian process on what is known, and the trial that promises most.
 
 Without a prior the first trial is the middle of the box, a few more are spread over it, and then the expected
-improvement decides. With one, every trial is chosen by the transferred model, the first at its optimum.
+improvement decides. With one, the first trial is at its optimum, and every other is chosen by the transferred model;
+what the prior says nothing of, all where its task lies outside of what it knows, is spread over first as without one.
 """
 
 from __future__ import annotations
@@ -45,15 +46,18 @@ class SurrogateSampler:
         self, state: SearchState, model: QualityModel, candidates: Candidates, rng: np.random.Generator
     ) -> np.ndarray:
         tried = candidates.encoding.coordinates([o.parameters for o in state.tried])
-        has_prior = model.view.prior is not None
-        if not len(tried) and not has_prior:
+        if not len(tried) and model.view.prior is None:
             return candidates.by_distance(candidates.middle(), rng)
-        num_spread = 1 + NUM_SPREAD + tried.shape[1]
-        if len(tried) < num_spread and not has_prior:
-            return candidates.spread(tried, MARGIN, rng)
+        if not len(tried):
+            return self._from_prior(model, candidates, tried, rng)
+        is_told = model.view.is_told()
+        if not is_told.all() and len(tried) < 1 + NUM_SPREAD + int((~is_told).sum()):
+            start = self._from_prior(model, candidates, tried, rng)[0] if is_told.any() else None
+            held = None if start is None else np.where(is_told, start, np.nan)
+            return candidates.spread(tried, MARGIN, rng, held)
         known = model.coordinates[np.argsort(model.costs, kind="stable")] if len(model.costs) else tried
         if not len(known):
-            return candidates.maximise(lambda x: -self._first(model, x), known, rng)
+            return self._from_prior(model, candidates, known, rng)
         best = float(model.posterior_at(known)[0].min())
         log_chance = log_chance_of(state, candidates.encoding)
 
@@ -63,6 +67,11 @@ class SurrogateSampler:
             return np.asarray(promise - CROWDED * candidates.crowded(coordinates, tried))
 
         return candidates.maximise(score, known, rng)
+
+    def _from_prior(
+        self, model: QualityModel, candidates: Candidates, known: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        return candidates.maximise(lambda x: -self._first(model, x), known, rng)
 
     @staticmethod
     def _first(model: QualityModel, coordinates: np.ndarray) -> np.ndarray:

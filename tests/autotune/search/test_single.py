@@ -64,10 +64,33 @@ def test_without_a_prior_the_first_trial_is_the_middle_of_the_box():
     assert first.parameters == pytest.approx({"learning_rate": 1e-3, "global_batch_tokens": 2**18})
 
 
-def test_with_a_prior_the_first_trial_is_its_optimum():
-    prior = Prior.load().at(
-        Task(num_parameters=300_000_000, num_active_parameters=300_000_000, total_tokens=20_000_000_000)
+def prior_at(num_parameters=300_000_000, total_tokens=20_000_000_000):
+    return Prior.load().at(
+        Task(num_parameters=num_parameters, num_active_parameters=num_parameters, total_tokens=total_tokens)
     )
+
+
+def test_what_the_prior_says_nothing_of_is_spread_over_first():
+    unknown = [Dimension(name, "float", low=0.0, high=1.0) for name in ("dropout", "noise")]
+    searched = run(space(RATE, BATCH, *unknown), bowl, 4, prior=prior_at())
+    first, *others = (o.parameters for o in searched)
+    for name in ("learning_rate", "global_batch_tokens"):
+        assert [row[name] for row in others] == pytest.approx([first[name]] * 3, rel=0.2)
+    for name in ("dropout", "noise"):
+        assert np.ptp([row[name] for row in (first, *others)]) > 0.3
+        assert all(0.19 < row[name] < 0.81 for row in others)
+
+
+def test_far_from_the_prior_all_is_spread_over_after_its_first_word():
+    prior = prior_at(1_000_000, 100_000_000)
+    assert prior.support == "outside"
+    rates = [o.parameters["learning_rate"] for o in run(space(RATE, BATCH), bowl, 4, prior=prior)]
+    assert rates[0] == pytest.approx(prior.optimum()["learning_rate"], rel=0.3)
+    assert np.ptp(np.log10(rates)) > 0.8
+
+
+def test_with_a_prior_the_first_trial_is_its_optimum():
+    prior = prior_at()
     (first,) = run(space(RATE, BATCH), bowl, 1, prior=prior)
     optimum = prior.optimum()
     assert first.parameters == pytest.approx({name: optimum[name] for name in first.parameters}, rel=0.1)
