@@ -34,6 +34,7 @@ from autotune.study.driver import Driver, FirstFailures, Silent
 from autotune.study.function_executor import FunctionExecutor, Measured, TrialFailed, call, outcome_of_failure
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
+from autotune.study.record import trial_folder
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from autotune.study.study import OPEN_LOCK, Nothing
 from autotune.study.study import Study as StoredStudy
@@ -155,8 +156,14 @@ class Study:
             raise UserError("a study has the name of its folder", hint="leave 'name' out, or the folder")
         if storage is not None and folder is None and name is None:
             raise UserError("a study in a database needs a name", hint='add name="mine", or a folder')
-        if trials is not None and trials < 1:
-            raise UserError(f"a study has at least 1 trial, got {trials}", hint="trials=None sets no limit")
+        _check_numbers(trials, seed)
+        if not isinstance(space, Mapping):
+            raise UserError(f"a space is a mapping of names to values, got {space!r}", hint='example: {"x": [1, 2]}')
+        if isinstance(constraints, str) or isinstance(guesses, str | Mapping):
+            given = "constraints" if isinstance(constraints, str) else "guesses"
+            raise UserError(f"{given!r} is a list, even of one", hint="put it in [ ]")
+        if not all(isinstance(guess, Mapping) for guess in guesses):
+            raise UserError("each of 'guesses' is a mapping of names to values", hint='example: [{"x": 0.5}]')
         self._is_stored, self._is_kept = folder is not None or storage is not None, folder is not None
         self._scratch = None if folder is not None else tempfile.TemporaryDirectory(prefix="autotune-")
         scratch = Path() if self._scratch is None else Path(self._scratch.name)
@@ -218,8 +225,17 @@ class Study:
 
         Returns:
             The trial; None when the budget is used up, nothing new is in the space, or others run the last trials.
+
+        Raises:
+            UserError: The study is closed, or no candidate of its space is legal.
         """
+        if not self._end.alive:
+            raise UserError("the study is closed", hint="make it again with the same arguments, and it goes on")
         asked = self._study.ask()
+        if asked is Nothing.EXHAUSTED and not self.snapshot().trials:
+            raise UserError(
+                "no candidate of the space is legal", hint="see which constraint refuses them, and loosen it"
+            )
         return None if isinstance(asked, Nothing) else self._taken(asked)
 
     def tell(self, trial: Trial, result: Measured | TrialFailed) -> None:
@@ -229,15 +245,25 @@ class Study:
             trial: From ``ask``.
             result: Objective -> value (further figures are kept too), the only objective's value, or a ``TrialFailed``.
                 A value that is missing or not finite is a failure of the trial too.
+
+        Raises:
+            UserError: It is no trial of this study, or was told or given back already.
         """
+        self._check_ours(trial)
         if isinstance(result, TrialFailed):
             outcome = outcome_of_failure(result)
         else:
             outcome = outcome_of_measured(result, self.space.objectives)
-        self._tell(trial.assignment, outcome)
+        self._study.tell(trial.assignment, outcome)
+        del self._asked[trial.number]  # not when the storage fails: it may be told again then
 
     def release(self, trial: Trial) -> None:
-        """Give a trial back untold: it is asked for again."""
+        """Give a trial back untold: it is asked for again.
+
+        Raises:
+            UserError: It is no trial of this study, or was told or given back already.
+        """
+        self._check_ours(trial)
         self._study.release(trial.assignment)
         self._asked.pop(trial.number, None)
 
@@ -381,8 +407,7 @@ class Study:
         return f"<Study {self._study.file.name}: {names}; {len(self.snapshot().trials)} trials>"
 
     def _extend(self, trials: int) -> None:
-        if trials < 1:
-            raise UserError(f"a study has at least 1 trial, got {trials}", hint="give the total, earlier ones included")
+        _check_numbers(trials, None)
         self._study.set_budget(trials)
         folder = self._study.folder
         with file_lock(folder / OPEN_LOCK):  # others may have changed it since
@@ -395,11 +420,13 @@ class Study:
         self._asked[assignment.number] = assignment
         return _trial_of(assignment, self.space, self._is_kept)
 
-    def _tell(self, assignment: Assignment, outcome: Outcome) -> None:
-        if assignment.number not in self._asked:
-            raise UserError(f"trial {assignment.number} was told already, or given back", hint="tell each trial once")
-        self._study.tell(assignment, outcome)
-        del self._asked[assignment.number]  # not when the storage fails: it may be told again then
+    def _check_ours(self, trial: Trial) -> None:
+        if not isinstance(trial, Trial):
+            raise UserError(f"a trial is what 'ask' returned, got {trial!r}", hint="trial = study.ask()")
+        if trial.assignment.folder != trial_folder(self._study.folder, trial.number):
+            raise UserError(f"trial {trial.number} is of another study", hint="tell it to the study that was asked")
+        if trial.number not in self._asked:
+            raise UserError(f"trial {trial.number} was told already, or given back", hint="tell each trial once")
 
 
 class Tuned(Generic[P, R]):
@@ -530,6 +557,12 @@ class _Limited:
     def close(self) -> None:
         """See ``Executor``."""
         self.executor.close()
+
+
+def _check_numbers(trials: int | None, seed: int | None) -> None:
+    for name, number, least in (("trials", trials, 1), ("seed", seed, 0)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise UserError(f"{name!r} is a whole number from {least} on, got {number!r}", hint=f"or leave {name} out")
 
 
 def _in_memory(

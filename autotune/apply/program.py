@@ -12,7 +12,7 @@ from autotune.space.program import TRIAL_FOLDER
 from autotune.study.command_runner import TRIAL_FILE
 from autotune.study.snapshot import StudySnapshot, TrialRow
 from engine.errors import UserError
-from engine.yaml_file import dump_yaml
+from engine.yaml_file import dump_yaml, read_yaml
 
 PLACE = Path("results")
 """Stands for the trial's folder in the command."""
@@ -46,6 +46,23 @@ def best_values(snapshot: StudySnapshot, trial: TrialRow, *, how: str, seed: int
         arguments = program.template.filled({**program.texts, TRIAL_FOLDER: str(PLACE)})
         data |= {"command": shlex.join(arguments)}
     return data
+
+
+def refuse_choice(path: Path) -> None:
+    """Refuse a file of ``best_values`` where a run of the engine is asked for.
+
+    Raises:
+        UserError: It is one, with the command that it holds.
+    """
+    try:
+        data = read_yaml(path).data
+    except UserError:
+        return  # what else it may be is told by who reads it
+    if isinstance(data, dict) and {"study", "trial", "values", "measured"} <= data.keys():
+        raise UserError(
+            f"{path} holds the chosen values of a program or function of yours, no run of the engine",
+            hint=f"run its command: {data['command']}" if "command" in data else "call your function with its values",
+        )
 
 
 def _seed_of(trial: TrialRow) -> int:

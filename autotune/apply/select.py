@@ -135,6 +135,8 @@ def pick(snapshot: StudySnapshot, how: str, bounds: Sequence[Objective] = ()) ->
         assert trial is not None, "a front has a knee"
         return trial
     name = EXTREMES.get(how, how)
+    if how == "best" and name not in own and len(own) == 1:
+        (name,) = own
     if name in own:
         return extreme_trial(own[name], snapshot, front)
     words = {name: word for word, name in EXTREMES.items()}

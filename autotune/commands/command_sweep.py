@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ EXAMPLES_TITLE = "examples of candidates (the search chooses by what it learns: 
 NUM_SHOWN_CANDIDATES = 5
 MAX_DRAWS = 1000
 """Uniform draws among which a legal candidate must be."""
+MAX_REASONS = 4
+"""Reasons of refused candidates that are shown."""
 
 
 def check_program(space: CommandSpace) -> None:
@@ -35,20 +38,19 @@ def check_program(space: CommandSpace) -> None:
         raise UserError(
             f"the folder {space.folder} that the command runs in does not exist", hint="correct 'folder', or make it"
         )
-    chosen = next(_legal(space, 0), None)
-    if chosen is None:
-        raise UserError(
-            f"none of {MAX_DRAWS} candidates drawn from the space is legal",
-            hint="see which constraint refuses them, and loosen it",
-        )
-    find_executable(_program(space, chosen))
+    find_executable(_program(space, _draw(space, 0)[0][0]))
 
 
 def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], seed: int, *, as_json: bool) -> None:
-    """Show what is searched, and the commands of the first guesses and of some candidates."""
+    """Show what is searched, and the commands of the first guesses and of some candidates.
+
+    Raises:
+        UserError: No candidate is legal.
+    """
     from autotune.search.seeds import derive_seed
 
-    candidates = list(itertools.islice(_legal(space, derive_seed(seed, "uniform", 0)), NUM_SHOWN_CANDIDATES))
+    legal, refused = _draw(space, derive_seed(seed, "uniform", 0))
+    candidates, num_drawn = legal[:NUM_SHOWN_CANDIDATES], len(legal) + sum(refused.values())
     commands, guessed = (
         [_program(space, chosen).arguments(Path("TRIAL_FOLDER")) for chosen in shown] for shown in (candidates, guesses)
     )
@@ -57,6 +59,8 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
             "name": space.name,
             "folder": str(space.folder),
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "num_drawn": num_drawn,
+            "refused": dict(refused),
             "first_guesses": [dict(guess) for guess in guesses],
             "candidates": candidates,
             "commands": commands,
@@ -75,17 +79,34 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
     for dimension in space.dimensions:
         dimensions.add_row(escape(dimension.name), escape(dimension.describe()))
     console.print(dimensions)
-    lines = [f"\nin {space.folder}"]
+    lines = [f"\nof {num_drawn} candidates drawn at random {len(legal)} are legal"] if refused else []
+    lines += [f"  {count} refused: {reason}" for reason, count in refused.most_common(MAX_REASONS)]
+    lines += [f"\nin {space.folder}"]
     for title, shown in ((GUESSES_TITLE, guessed), (EXAMPLES_TITLE, commands)):
         lines += [f"\n{title}", *(f"  {shlex.join(command)}" for command in shown)] if shown else []
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _legal(space: CommandSpace, seed: int) -> Iterator[dict[str, Any]]:
+def _draw(space: CommandSpace, seed: int) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Legal candidates, and the reasons of those that are not, of ``MAX_DRAWS`` drawn at random or of a whole discrete
+    space."""
     from autotune.search.uniform import uniform_draws
 
-    draws = itertools.islice(uniform_draws(space, None, seed), MAX_DRAWS)
-    return (chosen for chosen in draws if space.candidate(chosen).is_legal)
+    legal: list[dict[str, Any]] = []
+    refused: Counter[str] = Counter()
+    for chosen in itertools.islice(uniform_draws(space, None, seed), MAX_DRAWS):
+        candidate = space.candidate(chosen)
+        if candidate.is_legal:
+            legal.append(chosen)
+        else:
+            refused[candidate.reason] += 1
+    if not legal:
+        reason, count = refused.most_common(1)[0]
+        raise UserError(
+            f"none of {sum(refused.values())} candidates drawn from the space is legal ({reason}: {count})",
+            hint="loosen the constraint",
+        )
+    return legal, refused
 
 
 def _program(space: CommandSpace, chosen: Mapping[str, Any]) -> Program:

@@ -80,6 +80,7 @@ def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
 @app.command()
 def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
     """Show one study: its state, front and trials."""
+    from autotune.apply.program import is_program_study
     from autotune.study.study import load_snapshot
 
     folder = study_folder(runs_dir, name)
@@ -100,9 +101,10 @@ def show(name: StudyName, runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = Fa
     console.print(f"{name}: {summary.state}, created {snapshot.created}", highlight=False)
     outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none yet"
     console.print(f"outcomes: {outcomes}; refused proposals: {refused}", highlight=False)
-    console.print(f"text: {snapshot.corpus_hash or 'not read yet'}", highlight=False)
+    if not is_program_study(snapshot):
+        console.print(f"text: {snapshot.corpus_hash or 'not read yet'}", highlight=False)
     labels = [objective.label.lower() for objective in snapshot.objectives]
-    trials = Table("trial", "state", "plan", *labels, box=None, header_style="dim")
+    trials = Table("trial", "state", "candidate", *labels, box=None, header_style="dim")
     for row in snapshot.trials:
         trials.add_row(str(row.number), _state(row), escape(row.plan), *map(escape, _values(row, snapshot)))
     console.print(trials)

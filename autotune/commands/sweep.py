@@ -115,8 +115,10 @@ def command(
 
     from autotune.prior.rows import default_rows_file, read_rows, rows_of_others
     from autotune.search.forecast import Forecast
+    from autotune.search.samplers import make_sampler
     from autotune.search.warm_start import task_prior_of
     from autotune.space.command import CommandSpace
+    from autotune.space.layers import Override
     from autotune.space.load import inline_overrides, load_any_space
     from autotune.study.guesses import read_guesses
     from autotune.study.preflight import check_data
@@ -125,7 +127,7 @@ def command(
 
     overrides: list[str] = [*inline_overrides(command_, param or (), objective or ())]
     overrides += [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
-    overrides += [f"fidelity={fidelity}"] if fidelity else []
+    overrides += [Override(f"fidelity={fidelity}", f"--fidelity {fidelity}")] if fidelity else []
     loaded, enumeration = load_any_space(space, overrides)
     machines = loaded.cluster
     assert machines is not None, "programs and training runs have machines"
@@ -141,6 +143,8 @@ def command(
         most_devices = enumeration.max_devices
     guesses = read_guesses(try_ or (), loaded)
     if dry_run:
+        if sampler is not None:
+            make_sampler(sampler)
         if isinstance(loaded, CommandSpace):
             print_dry_run(loaded, guesses, seed or 0, as_json=as_json)
         else:
@@ -188,6 +192,8 @@ def command(
             opened.require_corpus(text.corpus_hash)
         before = opened.snapshot()
         view = SweepView(console, before, num_trials, workers, lambda: patiently(opened.remarks))
+        if repeat_best and isinstance(loaded, CommandSpace) and not loaded.is_seeded:
+            view.note("the command has no {seed}: repeats differ only by what the program itself draws")
         if estimates and not can_estimate:
             view.note(f"nothing is known of {machines.device_kind}: no estimates without 'autotune profile'")
         driver = Driver(opened, placed, view, workers, seconds)
@@ -272,7 +278,7 @@ def _stopping(driver: Driver, view: SweepView) -> Iterator[None]:
             return
         driver.stop_soon()
         driver.study.stop_proposing()
-        view.note("stopping: the running trials end at a checkpoint; once more to end them at once")
+        view.note("stopping: running trials end, at a checkpoint where they have one; once more to end them at once")
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, handle) for number in numbers}

@@ -155,7 +155,8 @@ class SweepView:
         values = measured_values(outcome, self._objectives)
         if values is None:
             return f"{outcome.kind}: {outcome.detail}{took}"
-        return ", ".join(_told(objective, values[objective.name]) for objective in self._objectives) + took
+        beyond = "" if is_feasible(values, self._objectives) else ", beyond a bound"
+        return ", ".join(_told(objective, values[objective.name]) for objective in self._objectives) + beyond + took
 
     def _render(self) -> RenderableType:
         with self._lock:

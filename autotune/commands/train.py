@@ -39,12 +39,14 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
     """Train a run file, with live retuning when asked. The same command goes on with a job that was interrupted."""
+    from autotune.apply.program import refuse_choice
     from autotune.commands.train_view import TrainView
     from autotune.retune.job import finished, only_supervisor, open_job
     from autotune.retune.supervisor import Supervisor
     from engine.config import load_run, start_from
     from engine.units import parse_interval
 
+    refuse_choice(run)
     config, notes = load_run(run)
     if init_from is not None:
         config = start_from(config, init_from)

@@ -46,6 +46,11 @@ class CommandSpace(Space):
         texts[SEED] = str(seed)
         return Program(self.template, texts, self.objectives, self.folder, self.num_devices(values))
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether trials with other seeds are other runs, as far as the command tells."""
+        return self.template is None or SEED in self.template.names
+
     def num_devices(self, values: Mapping[str, Any]) -> int:
         """Devices that a trial needs.
 

@@ -88,6 +88,12 @@ def load_command_space(path: str | Path | None, overrides: Sequence[str] = ()) -
     """
     base = YamlDocument({}, "the command line") if path is None else find_space(path)
     document = merge(base, overrides)
+    if "fidelity" in document.data:
+        raise UserError(
+            "trials of a program can't grow: 'fidelity' is for training runs of the engine",
+            hint="leave it out",
+            where=document.where(("fidelity",)),
+        )
     space = _Builder(document, parse(CommandFile, document.data, document=document)).build(
         default_name="sweep" if path is None else Path(path).stem
     )

@@ -19,6 +19,8 @@ from engine.yaml_file import KeyPath
 
 RANGES = ("int", "float", "log_float")
 """Forms that have two ends."""
+MAX_NUMBER = {"int": 2**53, "float": 1e300, "log_float": 1e300}
+"""Beyond these the search, which counts in floats, could not tell numbers apart."""
 EXAMPLES = "examples: [1, 2, 4]; {log_float: [1e-4, 1e-2]}; {int: [8, 64], step: 8}"
 
 _NUMBER = r"([-+]?(?:\d+\.\d*|\.?\d+)(?:e[-+]?\d+)?)"
@@ -110,7 +112,11 @@ class FormReader:
         else:
             items = []
         if not items:
-            self.fail("'objectives' must be a list", "example: objectives: [speed, memory, quality]", ("objectives",))
+            self.fail(
+                f"'objectives' must be a list of names or a mapping of names to directions, got {written!r}",
+                "examples: [speed, memory, quality], {loss: minimize}",
+                ("objectives",),
+            )
         objectives = []
         for item, path in items:
             data = item
@@ -241,6 +247,8 @@ class FormReader:
         numbers = int if form == "int" else int | float
         if isinstance(low, bool) or not isinstance(low, numbers) or not isinstance(high, numbers):
             self.fail(f"'{name}' is not a number, so it has no range", "list its values instead", path)
+        if max(abs(low), abs(high)) > MAX_NUMBER[form]:
+            self.fail(f"'{name}.{form}' reaches beyond {MAX_NUMBER[form]:g}, got {value}", "correct the two ends", path)
         if not low < high or (form == "log_float" and low <= 0):
             rule = "0 < low < high" if form == "log_float" else "low < high"
             self.fail(f"'{name}.{form}' needs {rule}, got {value}", "correct the two ends", path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -54,9 +54,9 @@ class Objective(Schema):
     def _known_direction(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("name"), str) and data["name"] in KNOWN:
             direction = KNOWN[data["name"]].direction
-            if data.get("direction", direction) != direction:
+            data = {"direction": direction, **data}
+            if data["direction"] != direction and data["direction"] in get_args(Direction):
                 raise ValueError(f"{data['name']} is to {direction}; for another metric choose another name")
-            return {**data, "direction": direction}
         return data
 
     def to_data(self) -> dict[str, Any]:

@@ -282,7 +282,18 @@ def test_functions_of_any_keywords_and_of_values_with_defaults_are_taken() -> No
         (lambda: study(storage="sqlite://"), "needs a name"),
         (lambda: study().run(quadratic), "no budget"),
         (lambda: study().run(quadratic, trials=2, trial_seconds=1.0), "processes=True"),
-        (lambda: study(trials=0), "at least 1 trial"),
+        (lambda: study(trials=0), "a whole number from 1 on"),
+        (lambda: study(trials="3"), "a whole number from 1 on"),
+        (lambda: study(seed="a"), "a whole number from 0 on"),
+        (lambda: study(guesses={"x": 0.5}), "put it in [ ]"),
+        (lambda: study(guesses=[0.5]), "mapping of names to values"),
+        (lambda: study(constraints="x < 1"), "put it in [ ]"),
+        (lambda: study(constraints=["x > 99"]).ask(), "no candidate of the space is legal"),
+        (lambda: autotune.Study([1, 2], LOSS), "mapping of names to values"),  # type: ignore[arg-type]
+        (lambda: autotune.Study({"x": {"int": [0, 10**30]}}, LOSS), "reaches beyond"),
+        (lambda: autotune.Study(SPACE, {"cost": "min"}), "'maximize' or 'minimize'"),
+        (lambda: autotune.Study(SPACE, {}), "a mapping of names to directions"),
+        (lambda: study().tell(0, 1.0), "study.ask()"),  # type: ignore[arg-type]
         (lambda: autotune.Study({"trial": [1, 2]}, LOSS).run(quadratic, trials=1), "something else"),
         (lambda: study().run(quadratic, trials=2, workers=0), "at least 1 worker"),
         (lambda: study(storage="sqlite://", name="../elsewhere"), "is not allowed"),
@@ -293,6 +304,21 @@ def test_mistakes_are_told(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         make()
     assert words in str(error.value)
+
+
+def test_a_trial_of_another_study_is_refused_and_nothing_of_a_closed_one() -> None:
+    one, other = study(), study()
+    trial, _ = one.ask(), other.ask()
+    assert trial is not None
+    for tell in (lambda: other.tell(trial, 1.0), lambda: other.release(trial)):
+        with pytest.raises(UserError, match="another study"):
+            tell()
+    one.tell(trial, 1.0)
+    with pytest.raises(UserError, match="told already"):
+        one.release(trial)
+    one.close()
+    with pytest.raises(UserError, match="closed"):
+        one.ask()
 
 
 def test_a_study_lives_in_a_database_too(tmp_path: Path) -> None:

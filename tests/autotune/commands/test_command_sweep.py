@@ -71,8 +71,10 @@ def test_a_study_from_sweep_to_apply(folder: Path, capsys: pytest.CaptureFixture
     assert result["outcomes"] == {"ok": 6}
     assert result["num_trials_asked"] == 6
     best = min(load_snapshot(folder / "runs" / "studies" / "s").trials, key=lambda row: row.values["loss"])  # type: ignore[index]
-    chosen = run_json(capsys, "apply", "s", "--pick", "loss", "-o", "best.json")
-    assert chosen["trial"] == best.number
+    for pick in ("loss", "best"):
+        chosen = run_json(capsys, "apply", "s", "--pick", pick, "-o", "best.json", "--force")
+        assert chosen["trial"] == best.number
+    assert "run its command: " in error_of(capsys, "train", "best.json")
     assert chosen["values"] == best.parameters == json.loads((folder / "best.json").read_text())["values"]
     assert "ok" in chosen["command"]
     assert run_json(capsys, "report", "s")["knee"] == best.number
@@ -154,6 +156,12 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
         (["sweep", "--command", "python {x}", "--param", "x=0..1", "--objective", "a:minimize"], "--param x=0..1: 'x'"),
         (["sweep", "tiny_llama", "--dry-run"], "tiny_llama is a part of a space: it has no 'space'\nhint: build on it"),
         (["sweep", "adamw", "--dry-run"], "adamw is a part of a space: it has no 'model' and no 'workload'"),
+        (
+            ["sweep", "--command", "python {x}", *INLINE, "--set", "constraints=[x > 5]", "--dry-run"],
+            "none of 1000 candidates drawn",
+        ),
+        (["sweep", "--command", "python {x}", *INLINE[:-2], "--sampler", "wombat", "--dry-run"], "no sampler 'wombat'"),
+        (["sweep", "--command", "python {x}", *INLINE, "--fidelity", "on", "--trials", "2"], "a program can't grow"),
         (["studies", "export", "none"], "there is no study"),
         (["studies", "merge", "a", "--into", "b"], "two different studies"),
         (["studies", "import", "sqlite:///none.db", "b"], "no database"),
