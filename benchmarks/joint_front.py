@@ -392,7 +392,7 @@ def _trials_to(rows: Mapping[int, Mapping[str, Any]], rival: Mapping[int, Mappin
     common = sorted(rows.keys() & rival.keys())
     level = np.mean([rival[seed]["volume"][-1] for seed in common])
     mean, _, _ = _curve([rows[seed]["volume"] for seed in common])
-    reached = np.flatnonzero(mean >= level)
+    reached = np.flatnonzero(mean >= level - 1e-9)
     return int(reached[0]) + 1 if len(reached) else None
 
 

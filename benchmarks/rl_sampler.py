@@ -151,7 +151,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Mean loss over {result['num_seeds']} seeds ± its standard error: regret in nats per token on the grids, else"
         " the share of the common front's hypervolume that is missing. CPU seconds of all searches of a row; the"
-        " agent's training is among them.",
+        " agent's training is among them. One agent is trained for each problem: what another training would give is in"
+        " no error here.",
         "",
         f"| problem | sampler | {' | '.join(f'after {count}' for count in CHECKPOINTS)} | CPU s |",
         f"|---|---|{'---|' * len(CHECKPOINTS)}---|",

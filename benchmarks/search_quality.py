@@ -4,7 +4,8 @@
 
 Each problem is one size and token budget of Step Law (``hpo_cells``): learning rate and batch in the box of its grid,
 the loss of the run as objective, without noise. Ours runs with the prior fitted without the cell, with the prior fitted
-without every cell of its size, and without a prior; the last and Ax both begin at the middle of the box. Optuna's GP
+without every cell of its size (both keep the shipped offsets of other recipes, which were measured against the whole
+surface), and without a prior; the last and Ax both begin at the middle of the box. Optuna's GP
 runs on the losses as they are and capped at 1.06 times the cell's best, which no user knows.
 
 Runs that are in ``runs/benchmarks/search_quality.jsonl`` are not run again, so the dear ones may run in another

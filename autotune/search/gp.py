@@ -222,18 +222,6 @@ class GaussianProcess:
         variance = self.kernel.variance(points) - (whitened**2).sum(axis=0)
         return mean, np.sqrt(np.maximum(variance, 1e-18))
 
-    def joint(self, points: Points) -> tuple[np.ndarray, np.ndarray]:
-        """Mean ``[m]`` and covariance ``[m, m]`` of the noise-free values."""
-        mean, whitened = self._project(points)
-        return mean, self.kernel.covariance(points, points) - whitened.T @ whitened
-
-    def samples(self, points: Points, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-        """Joint draws of the noise-free values, ``[num_samples, m]``."""
-        mean, covariance = self.joint(points)
-        values, vectors = np.linalg.eigh(covariance)
-        root = vectors * np.sqrt(np.maximum(values, 0.0))
-        return np.asarray(mean + rng.standard_normal((num_samples, len(mean))) @ root.T)
-
     def _project(self, points: Points) -> tuple[np.ndarray, np.ndarray]:
         from scipy.linalg import solve_triangular
 

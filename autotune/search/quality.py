@@ -185,15 +185,6 @@ class QualityModel:
         mean, sd = self.process.posterior(self.view.points(coordinates))
         return self.view.centre + self.view.unit * mean, self.view.unit * sd
 
-    def samples(self, rows: Sequence[Mapping[str, Scalar]], num_samples: int, rng: np.random.Generator) -> np.ndarray:
-        """Joint draws of the costs of full trials, without their noise, ``[num_samples, n]``."""
-        points = self.view.points(self.view.encoding.coordinates(rows))
-        return self.view.centre + self.view.unit * self.process.samples(points, num_samples, rng)
-
-    def believing(self, rows: Sequence[Mapping[str, Scalar]]) -> QualityModel:
-        """As if trials had come out as forecast."""
-        return self._believing(self.view.encoding.coordinates(rows))
-
     def _believing(self, coordinates: np.ndarray) -> QualityModel:
         return replace(self, process=self.process.believing(self.view.points(coordinates)))
 

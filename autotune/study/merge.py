@@ -24,6 +24,7 @@ from autotune.study.record import (
     SEARCH_KEY,
     Record,
     outcome_of,
+    place_of,
     record_of,
     trial_folder,
 )
@@ -47,7 +48,7 @@ class Merged:
     num_repeats: int
     """Trials whose candidate an earlier study had tried too: they are repeats of it with other seeds."""
     num_same: int
-    """Left out: the same trial, with the same outcome, stood in an earlier study."""
+    """Left out: the same trial stood in an earlier study, with the same outcome or with the same seed."""
     num_unfinished: int
     """Left out: they have no outcome."""
 
@@ -161,6 +162,7 @@ class _Merger:
         self._first: dict[str, int] = {}
         self._repeats: set[int] = set()
         self._outcomes: dict[tuple[str, str], int] = {}
+        self._seeded: dict[tuple[str, int, int, str], int] = {}
         self._num_trials = self._num_repeats = self._num_same = self._num_unfinished = 0
 
     def result(self) -> Merged:
@@ -174,19 +176,25 @@ class _Merger:
             record = record_of(trial)
             if record is None or record.role not in RUNNING_ROLES:
                 continue
-            if not trial.state.is_finished() or outcome_of(trial) is None:
+            outcome = outcome_of(trial)
+            if not trial.state.is_finished() or outcome is None:
                 self._num_unfinished += 1
                 continue
             if record.of is not None and record.of not in numbers:  # what it belongs to is not there
                 self._num_unfinished += 1
                 continue
             told = (record.key, trial.user_attrs[OUTCOME_KEY])
-            if told in self._outcomes:
+            # Studies of one seed give equal seeds at equal places: no second look at a candidate then.
+            seeded = (record.key, source.file.seed, place_of(trial.number, source.trials), outcome.kind)
+            same = self._outcomes.get(told, None if record.origin else self._seeded.get(seeded))
+            if same is not None:
                 self._num_same += 1
-                numbers[trial.number] = self._outcomes[told]
+                numbers[trial.number] = same
                 continue
             new = self._copied(trial, record, source, numbers)
             self._outcomes[told] = numbers[trial.number] = new
+            if not record.origin:
+                self._seeded.setdefault(seeded, new)
 
     def _copied(self, trial: FrozenTrial, record: Record, source: _Source, numbers: dict[int, int]) -> int:
         origin = record.origin or f"{source.file.name}/{trial.number}"

@@ -41,12 +41,10 @@ from engine.outcome import (
     read_outcome,
     write_outcome,
 )
-from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
+from engine.telemetry import TelemetryReader
 from engine.units import format_duration
 
 RUN_FILE = "run.yaml"
-
-Progress = Callable[[Sequence[StepRecord | EventRecord | AckRecord]], None]
 
 
 def engine_command(config: RunConfig, folder: Path) -> list[str]:
@@ -72,7 +70,6 @@ def run_trial(
     limits: TrialLimits,
     devices: Devices | None = None,
     stop: Callable[[], Stop] = lambda: Stop.NO,
-    on_progress: Progress | None = None,
     command: Sequence[str] | None = None,
 ) -> Outcome:
     """Run one trial to its end. The calling thread must not end before: the child dies with it.
@@ -87,7 +84,6 @@ def run_trial(
         limits: Time, memory (null: nine tenths of the machine's) and heartbeat.
         devices: Devices to use alone; None for all.
         stop: Asked again and again whether to end early.
-        on_progress: Called with new telemetry, as it comes.
         command: Run this instead of the engine; it gets no further arguments.
 
     Returns:
@@ -101,7 +97,7 @@ def run_trial(
     (folder / OUTCOME_FILE).unlink(missing_ok=True)
     shutil.rmtree(folder / FAILURES_FOLDER, ignore_errors=True)
     write_text(folder / RUN_FILE, dump_run(config))
-    watch = _Watch(folder, limits, on_progress)
+    watch = _Watch(folder, limits)
     program = list(command or engine_command(config, folder))
     ended = run_child(lambda mark, output: _start(config, folder, mark, devices, program, output), folder, watch, stop)
     outcome = ended.decided or _told_by_child(folder, ended.status)
@@ -132,7 +128,6 @@ class _Watch:
 
     folder: Path
     limits: TrialLimits
-    on_progress: Progress | None
 
     def __post_init__(self) -> None:
         self._reader = TelemetryReader(self.folder)
@@ -150,8 +145,6 @@ class _Watch:
         self.has_begun = True
         self.last_sign = time.monotonic()
         self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
-        if self.on_progress is not None:
-            self.on_progress(records)
 
     def verdict(self) -> Outcome | None:
         """Hang or time limit, once reached. Until the first record only the time limit counts: the first trial prepares

@@ -93,7 +93,6 @@ def test_before_any_trial_the_prior_alone_speaks(prior):
     mean, sd = model.posterior(asked)
     assert np.argmin(mean) == np.argmin(prior.excess(columns(asked))[0])
     assert np.isfinite(sd).all()
-    assert model.samples(asked, 5, np.random.default_rng(0)).shape == (5, 20)
 
 
 def test_a_diverged_loss_does_not_flatten_the_rest(prior):

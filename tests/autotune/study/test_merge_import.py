@@ -66,6 +66,14 @@ def test_what_stands_in_both_is_there_once_and_equal_candidates_are_repeats(tmp_
     assert all(row.parameters == rows[row.repeat_of].parameters for row in repeats if row.repeat_of is not None)
 
 
+def test_studies_of_one_seed_do_not_repeat_each_other(tmp_path: Path) -> None:
+    """Their trials of one candidate have one seed: a mean over them would be one of equals."""
+    sweep(tmp_path / "a", 3)
+    sweep(tmp_path / "b", 4)
+    merged = merge_studies([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    assert (merged.num_trials, merged.num_repeats, merged.num_same) == (4, 0, 3)
+
+
 def test_unfinished_trials_are_left_out_and_mixed_states_are_a_table(tmp_path: Path) -> None:
     sweep(tmp_path / "a", 2)
     with autotune.Study(SPACE, LOSS, folder=tmp_path / "b", sampler="random") as study:

@@ -88,7 +88,7 @@ def test_the_time_limit_ends_it(tmp_path: Path) -> None:
 def test_progress_until_the_time_limit_is_too_slow_and_silence_a_hang(
     tmp_path: Path, has_begun: bool, silent_seconds: float, kind: str
 ) -> None:
-    watch = _Watch(tmp_path, TrialLimits(seconds=10.0), None)
+    watch = _Watch(tmp_path, TrialLimits(seconds=10.0))
     watch.has_begun = has_begun
     watch.started, watch.last_sign = time.monotonic() - 11.0, time.monotonic() - silent_seconds
     verdict = watch.verdict()
