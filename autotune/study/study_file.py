@@ -36,6 +36,8 @@ ESTIMATE_KEYS = (
     "cluster.dollars_per_device_hour",
 )
 """What only estimates are made from: a machine that was profiled anew is the same machine."""
+LIMIT_KEYS = "limits."
+"""When trials are ended: a study goes on under others, and what has ended stays as it did."""
 
 
 class StudyFile(Schema):
@@ -131,11 +133,11 @@ def this_environment() -> dict[str, str]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changed between two spaces, one line for each key: added, removed, changed. Memory of the machines counts as
-    changed beyond ``MEMORY_TOLERANCE_RATIO`` only, what estimates are made from not at all."""
+    changed beyond ``MEMORY_TOLERANCE_RATIO`` only, limits and what estimates are made from not at all."""
     before, after = _flat(old), _flat(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        if key.startswith(ESTIMATE_KEYS):
+        if key.startswith((*ESTIMATE_KEYS, LIMIT_KEYS)):
             continue
         if key not in after:
             lines.append(f"removed  {key}: {_text(before[key])}")

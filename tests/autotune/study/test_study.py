@@ -186,7 +186,7 @@ def test_changed_space_is_refused_with_the_difference(open_study: OpenStudy) -> 
     assert "--study" in (raised.value.hint or "")
     with pytest.raises(UserError, match="seed: 0 -> 5"):
         open_study(seed=5)
-    open_study("s", "budget.trials=9", num_trials=9)
+    open_study("s", "budget.trials=9", "limits.time=7s", num_trials=9)
 
 
 def test_memory_that_a_reboot_changes_a_little_is_no_change(
