@@ -36,7 +36,7 @@ ESTIMATE_KEYS = (
     "cluster.dollars_per_device_hour",
 )
 """What only estimates are made from: a machine that was profiled anew is the same machine."""
-LIMIT_KEYS = "limits."
+LIMIT_KEYS = "limits"
 """When trials are ended: a study goes on under others, and what has ended stays as it did."""
 
 
