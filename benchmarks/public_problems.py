@@ -293,13 +293,33 @@ def table(result: Mapping[str, Any]) -> list[str]:
         f"|---|---|{'---|' * len(counts)}---|",
     ]
     for name, problem in result["problems"].items():
-        for method, row in problem["methods"].items():
+        for method in (m.name for m in METHODS if m.name in problem["methods"]):
+            row = problem["methods"][method]
             cells = [
                 f"**{value:.4f}**" if is_worse and method.startswith("ours") else f"{value:.4f}"
                 for value, is_worse in zip(row["mean_loss"], row["is_worse"], strict=True)
             ]
             seconds = f"{row['ask_cpu_seconds']:.3f}"
             lines.append(f"| {name} ({problem['num_seeds']}) | {method} | {' | '.join(cells)} | {seconds} |")
+    return [*lines, "", *_summary(result)]
+
+
+def _summary(result: Mapping[str, Any]) -> list[str]:
+    """How often each of ours is worse than the rival, and how often better, beyond noise."""
+    lines = [
+        f"Problems on which ours is worse than {RIVAL} by more than noise / better by more than noise / all:",
+        "",
+        f"| method | {' | '.join(f'after {count}' for count in result['after'])} |",
+        f"|---|{'---|' * len(result['after'])}",
+    ]
+    for method in (m.name for m in METHODS if m.name.startswith("ours")):
+        rows = [p["methods"][method] for p in result["problems"].values() if method in p["methods"]]
+        cells = []
+        for place in range(len(result["after"])):
+            ends = [row["interval_95"][place] for row in rows]
+            worse, better = sum(low > 0 for low, _ in ends), sum(high < 0 for _, high in ends)
+            cells.append(f"{worse} / {better} / {len(rows)}")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
     return lines
 
 

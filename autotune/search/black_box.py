@@ -1,25 +1,22 @@
 """Candidates of a space without plans: a Gaussian process an objective, over all dimensions.
 
-The first trials are the middle of the box and points spread over it; then the candidate is searched that is expected to
-add most to the front.
+After the opening the candidate is searched that is expected to add most to the front.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.prior.predict import TaskPrior
 from autotune.search import pareto
 from autotune.search.acquisition import Candidates
 from autotune.search.encoding import Encoding
 from autotune.search.feasible import LogChance, log_chance_of
 from autotune.search.front_model import DrawnCost, FrontModel, Pool, limits_of
+from autotune.search.opening import MARGIN, opening
 from autotune.search.quality import QualityModel
 from autotune.search.sampler import SearchState
-from autotune.search.single import MARGIN, NUM_SPREAD
 from autotune.space.space import Scalar
 
 TINY = 1e-12
@@ -40,8 +37,8 @@ class BlackBox:
     candidates: Candidates
     tried: Pool
     log_chance: LogChance
-    priors: Sequence[TaskPrior | None]
-    """Of each objective."""
+    quality: QualityModel
+    """Of the objective that a prior speaks of, or of the first."""
     model: FrontModel
     rng: np.random.Generator
 
@@ -55,20 +52,20 @@ class BlackBox:
         tried = Pool(coordinates, np.zeros(len(known), dtype=np.int64))
         columns = np.arange(coordinates.shape[1])
         models = [QualityModel.fit(state, objective) for objective in state.space.objectives]
+        quality = next((m for m in models if m.view.prior is not None), models[0])
         costs = [DrawnCost.of(model, columns, tried, rng) for model in models]
         model = FrontModel(costs, limits_of(state.space.objectives), None, rng)
         candidates = Candidates(state.space, encoding, state.enumeration)
-        return cls(state, candidates, tried, log_chance_of(state, encoding), [m.view.prior for m in models], model, rng)
+        return cls(state, candidates, tried, log_chance_of(state, encoding), quality, model, rng)
 
     def ranked(self) -> tuple[Pool, np.ndarray]:
         """See ``Composition.ranked``."""
-        num_tried, has_prior = len(self.state.tried), any(prior is not None for prior in self.priors)
-        if not num_tried and not has_prior:
-            return self._unknown(self.candidates.by_distance(self.candidates.middle(), self.rng))
-        is_starting = num_tried < 1 + NUM_SPREAD + self.tried.coordinates.shape[1]
-        if (is_starting and not has_prior) or not len(self.tried):
-            tried = self.candidates.encoding.coordinates([o.parameters for o in self.state.tried])
-            return self._unknown(self.candidates.spread(tried, MARGIN, self.rng))
+        tried = self.candidates.encoding.coordinates([o.parameters for o in self.state.tried])
+        first = opening(self.quality, self.candidates, tried, self.rng)
+        if first is None and not len(self.tried):
+            first = self.candidates.spread(tried, MARGIN, self.rng)
+        if first is not None:
+            return self._unknown(first)
         on_front = self._on_front()
         # The front may go on where nothing was tried: what is expected there belongs to its range.
         around = [self.candidates.near(on_front, radius, NUM_AROUND, self.rng) for radius in REACHES]

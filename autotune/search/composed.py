@@ -30,12 +30,12 @@ from autotune.search.front_model import (
     restricted,
 )
 from autotune.search.hygiene import tells
+from autotune.search.opening import MARGIN, is_open
 from autotune.search.pareto import layers
 from autotune.search.plan_rows import OUTSIDE_PLAN, PlanRows
 from autotune.search.plan_side import OUT_OF_MEMORY, Corrected, corrected
 from autotune.search.quality import QualityModel
 from autotune.search.sampler import Observation, SearchState
-from autotune.search.single import MARGIN, NUM_SPREAD
 from autotune.search.uniform import is_enumerated, plan_values
 from autotune.space.space import Dimension, Scalar
 from autotune.space.training import TrainingSpace
@@ -212,19 +212,24 @@ class Composition:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether quality is unknown: too few trials, and no prior."""
-        if self.quality is None or self.quality.view.prior is not None:
+        """Whether hyperparameters are chosen as in the opening. The first trial is the prior's, where there is one."""
+        if self.quality is None or (self.quality.view.prior is not None and not len(self.tried)):
             return False
-        return len(self.tried) < 1 + NUM_SPREAD + len(self.encoding.axes)
+        return is_open(self.quality, len(self.tried))
 
     def _spread(self, groups: Sequence[Group]) -> Pool:
-        """The hyperparameters farthest from all tried ones (first those in the middle), with the plans that go with
-        them."""
+        """The hyperparameters farthest from all tried ones (first those in the middle), those that a prior tells of at
+        their best, with the plans that go with them."""
+        assert self.quality is not None
         points = [self._whole(group, group.others.random(MANY_POINTS, self.rng)) for group in groups]
         owner = np.repeat(np.arange(len(groups)), [len(p) for p in points])
         pool = np.concatenate(points)
+        is_held = self.quality.view.is_told() & self.is_free
+        if is_held.any():
+            best = pool[int(self.quality.posterior_at(pool)[0].argmin())]
+            pool = np.where(is_held & ~np.isnan(pool), best, pool)
         x, known = (self.encoding.columns(c).x for c in (pool, self.tried.coordinates))
-        off_middle = np.nan_to_num(np.abs(pool - ABSENT))
+        off_middle = np.where(is_held, 0.0, np.nan_to_num(np.abs(pool - ABSENT)))
         if len(known):
             distance = ((x[:, None, :] - known) ** 2).sum(axis=2).min(axis=1)
             first = np.lexsort((-distance, off_middle.max(axis=1) > ABSENT - MARGIN))[0]

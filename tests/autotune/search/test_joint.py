@@ -165,6 +165,38 @@ def test_a_few_trials_cover_more_of_the_front_than_random_ones(with_prior: bool,
     assert volume(ours, ours + rival) > volume(rival, ours + rival)
 
 
+def test_far_from_the_prior_learning_rates_are_spread_over_after_its_first_word() -> None:
+    class Outside(Parabola):
+        support = "outside"
+
+    state = replace(state_of(), task_prior=Outside())  # type: ignore[arg-type]
+    rates = []
+    for number in range(4):
+        chosen = JointSampler().propose(replace(state, number=number, seed=number))
+        assert chosen is not None
+        rates.append(float(chosen["hyperparameters.learning_rate"]))  # type: ignore[arg-type]
+        told = Observation(number, "ok", chosen, measured(chosen))
+        state = replace(state, observations=(*state.observations, told))
+    assert rates[0] == pytest.approx(0.015, rel=0.3)
+    assert np.ptp(np.log10(rates)) > 0.8
+
+
+def test_without_plans_the_prior_has_the_first_word_and_what_it_does_not_know_is_spread_over() -> None:
+    rate = Dimension("learning_rate", "log_float", low=1e-4, high=1e-1)
+    dropout = Dimension("dropout", "float", low=0.0, high=1.0)
+    space = Space("s", (Objective(name="quality"), Objective(name="seconds")), (rate, dropout), {})
+    state = SearchState(space, (), 0, 0, 0, task_prior=Parabola())  # type: ignore[arg-type]
+    seen: list[Chosen] = []
+    for number in range(6):
+        chosen = JointSampler().propose(replace(state, number=number, seed=number))
+        assert chosen is not None
+        seen.append(chosen)
+        values = {"quality": 2 + 0.03 * float(chosen["dropout"]), "seconds": 1 - float(chosen["dropout"])}  # type: ignore[arg-type]
+        state = replace(state, observations=(*state.observations, Observation(number, "ok", chosen, values)))
+    assert [row["learning_rate"] for row in seen[:3]] == pytest.approx([0.015] * 3, rel=0.3)
+    assert np.ptp([row["dropout"] for row in seen[:3]]) > 0.2  # type: ignore[misc]
+
+
 def test_only_plans_matter_where_quality_is_no_objective() -> None:
     state = search(state_of("objectives=[speed, memory]"), 6)
     plans = {tuple((k, v) for k, v in o.parameters.items() if k.startswith("plan.")) for o in state.observations}
