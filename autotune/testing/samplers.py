@@ -24,6 +24,7 @@ from autotune.search.seeds import derive_seed
 from autotune.search.uniform import UniformSampler
 from autotune.search.warm_start import task_prior_of
 from autotune.space.command import CommandSpace
+from autotune.space.command_grammar import command_space
 from autotune.space.enumerate import Enumeration
 from autotune.space.expression import parse_expression
 from autotune.space.grammar import load_space
@@ -183,6 +184,19 @@ def check_proposes_training_runs(sampler: Sampler) -> None:
         _proposed(sampler, known)
 
 
+def check_takes_a_prior(sampler: Sampler) -> None:
+    """Legal values of a user's own program, for one objective and for several, where a prior speaks of some of them."""
+    values = {"lr": {"log_float": [1e-4, 1e-1]}, "batch": [8, 16, 32], "dropout": {"float": [0.0, 0.5]}}
+    roles = {"learning_rate": "lr", "global_batch_size": "batch", "quality": "loss"}
+    task = {"num_parameters": 10**8, "total_tokens": 2 * 10**9, "sequence_length": 2048, "roles": roles}
+    for objectives in ({"loss": "minimize"}, {"loss": "minimize", "seconds": "minimize"}):
+        space = command_space(values, objectives, task=task)
+        prior = task_prior_of(space)
+        assert prior is not None
+        for count in (0, 1, 8):
+            _proposed(sampler, replace(state_of(space, drawn(space, count)), task_prior=prior))
+
+
 def check_is_a_function_of_the_state(sampler: Sampler) -> None:
     """The same state gives the same proposal, whatever was asked in between."""
     space = mixed_space()
@@ -264,6 +278,7 @@ def check_learns(sampler: Sampler, *, num_trials: int = 40, num_seeds: int = 3) 
 CHECKS = (
     check_proposes_values_of_the_space,
     check_proposes_training_runs,
+    check_takes_a_prior,
     check_is_a_function_of_the_state,
     check_seeds_differ,
     check_never_repeats_what_runs,
