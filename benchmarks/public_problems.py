@@ -88,7 +88,10 @@ def main() -> int:
 
 def setup() -> str:
     """How it was made, in words."""
-    return f"optuna {version('optuna')}, one CPU core; every method sees the same seeds"
+    return (
+        f"optuna {version('optuna')}, one CPU core; every method sees the same seeds; what a prior decides where its task"
+        " lies outside of what it knows was chosen on these TaskSet tables"
+    )
 
 
 def ours(prior_of: PriorOf | None) -> Callable[[Problem, int, int, Path | None], Search | None]:
