@@ -89,8 +89,8 @@ def main() -> int:
 def setup() -> str:
     """How it was made, in words."""
     return (
-        f"optuna {version('optuna')}, one CPU core; every method sees the same seeds; what a prior decides where its task"
-        " lies outside of what it knows was chosen on these TaskSet tables"
+        f"optuna {version('optuna')}, one CPU core; every method sees the same seeds; what a prior decides where its"
+        " task lies outside of what it knows was chosen on these TaskSet tables"
     )
 
 
