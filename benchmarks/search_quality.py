@@ -246,9 +246,11 @@ def evaluate(cells: Mapping[str, list[Cell]], done: Mapping[Any, dict[str, Any]]
             figures["median_trials_to_0.005"] = median if median < 10**6 else None
             figures["ask_cpu_seconds"] = float(np.mean([np.mean(run["ask_seconds"]) for run in runs]))
             tables.setdefault(kind, {})[method.name] = figures
+            num_cells = len({run["cell"] for run in runs})
+            where = f" on {num_cells} cells" if num_cells < len(those) else ""
             cellwise = [f"{figures['regret'][str(n)]:.5f}" if str(n) in figures["regret"] else "" for n in CHECKPOINTS]
             lines.append(
-                f"| {method.name} | {len(runs)} | {' | '.join(cellwise)} | {figures['median_trials_to_0.005'] or '-'}"
+                f"| {method.name} | {len(runs)}{where} | {' | '.join(cellwise)} | {figures['median_trials_to_0.005'] or '-'}"
                 f" | {figures['ask_cpu_seconds']:.3f} |"
             )
         against = compared(done, kind)
