@@ -250,8 +250,8 @@ def evaluate(cells: Mapping[str, list[Cell]], done: Mapping[Any, dict[str, Any]]
             where = f" on {num_cells} cells" if num_cells < len(those) else ""
             cellwise = [f"{figures['regret'][str(n)]:.5f}" if str(n) in figures["regret"] else "" for n in CHECKPOINTS]
             lines.append(
-                f"| {method.name} | {len(runs)}{where} | {' | '.join(cellwise)} | {figures['median_trials_to_0.005'] or '-'}"
-                f" | {figures['ask_cpu_seconds']:.3f} |"
+                f"| {method.name} | {len(runs)}{where} | {' | '.join(cellwise)}"
+                f" | {figures['median_trials_to_0.005'] or '-'} | {figures['ask_cpu_seconds']:.3f} |"
             )
         against = compared(done, kind)
         if against:
