@@ -52,6 +52,14 @@ def forget(study: Study) -> None:
     study.close()
 
 
+def taken_over(open_study: OpenStudy, late: Study, assignment: Assignment) -> tuple[Study, Assignment]:
+    """Who took a trial over from a driver that was stopped for too long, and the trial as it has it."""
+    lease = late._held.leases[assignment.number]
+    late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
+    taker = open_study(num_trials=1)
+    return taker, asked(taker)
+
+
 def numbers_of(study: Study) -> list[optuna.trial.FrozenTrial]:
     return study._table.all()
 
@@ -302,10 +310,7 @@ def test_a_late_owner_neither_crashes_nor_overwrites(open_study: OpenStudy) -> N
     """Its lease was taken over while it was stopped; when it goes on, the taker's outcome stays."""
     late = open_study(num_trials=1)
     assignment = asked(late)
-    lease = late._held.leases[assignment.number]
-    late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
-    taker = open_study(num_trials=1)
-    again = asked(taker)
+    taker, again = taken_over(open_study, late, assignment)
     assert not late.tell(assignment, ok(9.0))
     assert taker.tell(again, ok(1.0))
     assert not late.tell(assignment, ok(9.0))
@@ -337,10 +342,7 @@ def test_a_trial_that_is_given_back_again_and_again_is_not_given_up(open_study: 
 def test_a_trial_that_was_taken_over_is_not_retried(open_study: OpenStudy) -> None:
     late = open_study(num_trials=1)
     assignment = asked(late)
-    lease = late._held.leases[assignment.number]
-    late._table.write_lease(assignment.number, Lease(1, lease.owner, 0.0, released=True))
-    taker = open_study(num_trials=1)
-    again = asked(taker)
+    taker, again = taken_over(open_study, late, assignment)
     assert late.retry(assignment) is None
     assert taker.tell(again, ok(1.0))
     assert late.retry(assignment) is None
