@@ -9,13 +9,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import Study, Trial, TrialResult, Tuned, tune
+    from autotune.api import Study
     from autotune.study.function_executor import TrialFailed
+    from autotune.trials import Trial, TrialResult
+    from autotune.tuned import Tuned, tune
     from engine.errors import UserError
 
     __version__: str
 
 __all__ = ["Study", "Trial", "TrialFailed", "TrialResult", "Tuned", "UserError", "__version__", "tune"]
+
+_HOMES = {
+    "Study": "autotune.api",
+    "Trial": "autotune.trials",
+    "TrialFailed": "autotune.study.function_executor",
+    "TrialResult": "autotune.trials",
+    "Tuned": "autotune.tuned",
+    "UserError": "engine.errors",
+    "tune": "autotune.tuned",
+}
+"""Public name -> module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -26,11 +39,9 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("paretune")
-    homes = {"TrialFailed": "autotune.study.function_executor", "UserError": "engine.errors"}
-    homes |= dict.fromkeys(("Study", "Trial", "TrialResult", "Tuned", "tune"), "autotune.api")
-    if name not in homes:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Tuning from Python: studies that are asked for trials and told results, and functions that are tuned as a whole.
+"""Tuning from Python: studies that are asked for trials and told results, and that call functions for them.
 
 The public names are those of ``autotune`` itself (``autotune.Study``, ``autotune.tune`` ...); they are documented with
 examples in ``docs/python_api.md``.
@@ -7,7 +7,6 @@ examples in ``docs/python_api.md``.
 from __future__ import annotations
 
 import datetime
-import functools
 import inspect
 import tempfile
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from autotune.apply.select import front_trials, knee_trial
 from autotune.paths import check_name
@@ -35,11 +34,11 @@ from autotune.study.function_executor import FunctionExecutor, Measured, TrialFa
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
 from autotune.study.record import trial_folder
-from autotune.study.snapshot import StudySnapshot, TrialRow
+from autotune.study.snapshot import StudySnapshot
 from autotune.study.study import OPEN_LOCK, Nothing
 from autotune.study.study import Study as StoredStudy
 from autotune.study.study_file import StudyFile, read_study_file, this_environment, write_study_file
-from engine.atomic import make_folder
+from autotune.trials import Trial, TrialResult, result_of, trial_of
 from engine.errors import UserError
 from engine.file_lock import file_lock
 from engine.outcome import Outcome
@@ -52,54 +51,8 @@ WAIT_SECONDS = 0.2
 TRIAL_ARGUMENT = "trial"
 """A function with a parameter of this name gets the ``Trial`` itself there."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Objectives = Mapping[str, str | Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 """Name -> ``minimize`` or ``maximize``, or a mapping with ``direction`` and ``bound``; or a list as in a space file."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Values to try, as ``Study.ask`` hands them out."""
-
-    number: int
-    """In the study, from 0; numbers that were refused or known already are left out."""
-    params: Mapping[str, Scalar]
-    """Name -> value: the chosen ones, the fixed ones, and defaults where a value is not searched."""
-    seed: int
-    """For all that is random in it; a function of the study's seed and the trial's place in it."""
-    assignment: Assignment
-    """What the study knows it by."""
-    is_kept: bool
-    """The study has a folder."""
-
-    @property
-    def folder(self) -> Path | None:
-        """For files of the trial, kept with the study and made when it is asked for; None without a study's folder."""
-        return make_folder(self.assignment.folder) if self.is_kept else None
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """A trial of a study."""
-
-    number: int
-    """In the study."""
-    params: Mapping[str, Scalar]
-    """Name -> chosen value."""
-    state: str
-    """``ok``; the kind of its failure; ``running``; or ``waiting`` to be run (again)."""
-    values: Mapping[str, float] | None
-    """Objective -> value; None unless ``ok``."""
-    metrics: Mapping[str, float]
-    """Further figures that were told."""
-    detail: str
-    """How it failed, in a line."""
-    feasible: bool
-    """Ok and within all bounds."""
-    seconds: float | None
-    """Wall time."""
 
 
 class Study:
@@ -363,19 +316,19 @@ class Study:
     @property
     def trials(self) -> list[TrialResult]:
         """All trials, by number."""
-        return [_result(row) for row in self.snapshot().trials]
+        return [result_of(row) for row in self.snapshot().trials]
 
     @property
     def front(self) -> list[TrialResult]:
         """The Pareto front of the feasible trials, by number."""
-        return [_result(row) for row in front_trials(self.snapshot())]
+        return [result_of(row) for row in front_trials(self.snapshot())]
 
     @property
     def best(self) -> TrialResult | None:
         """The best feasible trial; of several objectives the knee of the front. None while there is none."""
         snapshot = self.snapshot()
         knee = knee_trial(snapshot, front_trials(snapshot))
-        return None if knee is None else _result(knee)
+        return None if knee is None else result_of(knee)
 
     def snapshot(self) -> StudySnapshot:
         """The study now as plain data, for ``reports`` and ``autotune.apply``."""
@@ -418,7 +371,7 @@ class Study:
 
     def _taken(self, assignment: Assignment) -> Trial:
         self._asked[assignment.number] = assignment
-        return _trial_of(assignment, self.space, self._is_kept)
+        return trial_of(assignment, self.space, self._is_kept)
 
     def _check_ours(self, trial: Trial) -> None:
         if not isinstance(trial, Trial):
@@ -427,67 +380,6 @@ class Study:
             raise UserError(f"trial {trial.number} is of another study", hint="tell it to the study that was asked")
         if trial.number not in self._asked:
             raise UserError(f"trial {trial.number} was told already, or given back", hint="tell each trial once")
-
-
-class Tuned(Generic[P, R]):
-    """A function with the search that tunes it, as ``tune`` makes it; called, it is the function."""
-
-    def __init__(self, function: Callable[P, R], make_study: Callable[[], Study]) -> None:
-        self.function = function
-        self._make_study = make_study
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function itself."""
-        return self.function(*args, **kwargs)
-
-    def run(
-        self,
-        *,
-        trials: int | None = None,
-        time: str | float | None = None,
-        workers: int = 1,
-        processes: bool = False,
-        trial_seconds: float | None = None,
-    ) -> Study:
-        """Tune the function (see ``Study.run``).
-
-        Returns:
-            The study.
-        """
-        function: Any = self if processes else self.function  # as the name that workers find
-        return self._make_study().run(
-            function, trials=trials, time=time, workers=workers, processes=processes, trial_seconds=trial_seconds
-        )
-
-    def __reduce__(self) -> str:
-        return self.function.__qualname__
-
-
-def tune(space: Mapping[str, Any], objectives: Objectives, **options: Any) -> Callable[[Callable[P, R]], Tuned[P, R]]:
-    """Make a function tunable.
-
-    Args:
-        space: As for ``Study``.
-        objectives: As for ``Study``.
-        options: The other arguments of ``Study``.
-
-    Example:
-        >>> import autotune
-        >>> @autotune.tune({"x": {"float": [-1, 1]}}, {"loss": "minimize"}, trials=20, sampler="random")
-        ... def parabola(x):
-        ...     return x * x
-        >>> parabola(0.5)
-        0.25
-        >>> study = parabola.run()
-        >>> len(study.trials), study.best.values["loss"] < 0.1
-        (20, True)
-    """
-
-    def decorate(function: Callable[P, R]) -> Tuned[P, R]:
-        return Tuned(function, functools.partial(Study, space, objectives, **options))
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -499,7 +391,7 @@ class _Caller:
     is_kept: bool
 
     def __call__(self, assignment: Assignment) -> Measured:
-        trial = _trial_of(assignment, self.space, self.is_kept)
+        trial = trial_of(assignment, self.space, self.is_kept)
         values: dict[str, Any] = dict(trial.params)
         if self._signature is not None and TRIAL_ARGUMENT in self._signature.parameters:
             values[TRIAL_ARGUMENT] = trial
@@ -598,24 +490,3 @@ def _let_go(study: StoredStudy, asked: dict[int, Assignment], scratch: tempfile.
     study.close()
     if scratch is not None:
         scratch.cleanup()
-
-
-def _trial_of(assignment: Assignment, space: CommandSpace, is_kept: bool) -> Trial:
-    values = {**space.fixed, **assignment.parameters}
-    return Trial(assignment.number, values, assignment.seed, assignment, is_kept)
-
-
-def _result(row: TrialRow) -> TrialResult:
-    outcome = row.outcome
-    objectives = row.values or {}
-    metrics = {} if outcome is None else {k: v for k, v in outcome.metrics.items() if k not in objectives}
-    return TrialResult(
-        number=row.number,
-        params=row.parameters,
-        state=row.state if outcome is None else outcome.kind,
-        values=row.values,
-        metrics=metrics,
-        detail="" if outcome is None else outcome.detail,
-        feasible=row.feasible,
-        seconds=row.seconds,
-    )

@@ -28,21 +28,17 @@ from autotune.search.forecast import Forecast
 from autotune.search.gain import Gain
 from autotune.search.sampler import Interruptible, Sampler, SearchStopped
 from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
-from autotune.search.seeds import derive_seed
 from autotune.space.enumerate import Enumeration
 from autotune.space.space import Candidate, Scalar, Space
-from autotune.space.training import TrainingSpace
+from autotune.study.assigning import Assigner
 from autotune.study.assignment import Assignment
 from autotune.study.child import end_recorded
 from autotune.study.growth import (
-    carry_checkpoint,
     curve_of,
     drop_checkpoint,
-    goes_on,
     is_first,
     links_of,
     num_spent,
-    run_at,
 )
 from autotune.study.holding import Holding
 from autotune.study.proposing import Proposer
@@ -51,7 +47,6 @@ from autotune.study.record import (
     lease_of,
     measured_values,
     outcome_of,
-    place_of,
     record_of,
     snapshot_of,
     trial_folder,
@@ -132,7 +127,7 @@ class Study:
         )
         self._lock = threading.RLock()
         self._held = Holding(self._table)
-        self._num_devices = space.cluster.num_devices if isinstance(space, TrainingSpace) else 1
+        self._assigner = Assigner(folder, file.name, file.seed, space, self._table)
         self._num_rejected = 0
         self._is_exhausted = self._is_stopping = False
         self._repeats: tuple[int, int] | None = None
@@ -515,65 +510,22 @@ class Study:
         assert candidate.is_legal, "the space is the one the trial was made from"
         record = record_of(trial)
         assert record is not None
-        assignment = self._hold(self._assignment(trial.number, candidate, trial.params, record), attempt)
+        assignment = self._hold(self._assigner.assignment(trial.number, candidate, trial.params, record), attempt)
         end_recorded(assignment.folder)
         outcome = outcome_of(trial) or evidence(assignment)
         if outcome is None and (count := self._held.num_abandoned(trial)) >= MAX_ATTEMPTS:
             outcome = Outcome(kind="infra", detail=f"given up: its driver ended {count} times while it ran")
         if outcome is None:
-            return self._prepared(assignment)
+            return self._assigner.prepared(assignment)
         self.tell(assignment, outcome)
         return None
 
     def _fresh(self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
-        assignment = self._assignment(number, candidate, chosen, record)
+        assignment = self._assigner.assignment(number, candidate, chosen, record)
         if assignment.folder.exists():  # of a number that was lost when an older journal was put back
             end_recorded(assignment.folder)
             shutil.rmtree(assignment.folder)
-        return self._prepared(self._hold(assignment, 1))
-
-    def _prepared(self, assignment: Assignment) -> Assignment:
-        """An assignment of ours with the checkpoint that it goes on from in its folder."""
-        if assignment.continues is not None and assignment.config is not None:
-            fidelity, trials = self.space.fidelity, self._table.all()
-            before = record_of(trials[assignment.continues])
-            assert fidelity is not None
-            assert before is not None
-            run = self.space.candidate(assignment.parameters).run
-            assert run is not None
-            if goes_on(run_at(run, fidelity, before.rung, self._num_devices), assignment.config):
-                carry_checkpoint(trial_folder(self.folder, assignment.continues), assignment.folder)
-        return assignment
-
-    def _assignment(
-        self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record
-    ) -> Assignment:
-        trials = self._table.all()
-        begun = links_of(number, record, trials)[0]
-        seed = derive_seed(self.file.seed, "trial", place_of(begun, trials))
-        config = candidate.run
-        if config is not None and self.space.fidelity is not None and record.role != "repeat":
-            config = run_at(config, self.space.fidelity, record.rung, self._num_devices)
-        if config is not None:
-            config = config.changed(
-                name=f"{self.file.name[:100]}-{number}",
-                runtime=config.runtime.changed(seed=seed),
-                origin={"study": self.file.name, "trial": str(number)},
-            )
-        return Assignment(
-            number=number,
-            attempt=1,
-            folder=trial_folder(self.folder, number),
-            parameters=dict(chosen),
-            label=candidate.label,
-            seed=seed,
-            config=config,
-            program=self.space.program(chosen, seed),
-            repeat_of=record.of if record.role == "repeat" else None,
-            share=record.share,
-            cost=record.cost,
-            continues=record.of if record.role == "growth" else None,
-        )
+        return self._assigner.prepared(self._hold(assignment, 1))
 
     def _hold(self, assignment: Assignment, attempt: int) -> Assignment:
         """Take the lease of an attempt and renew it from now on."""

@@ -17,6 +17,7 @@ import pytest
 
 import autotune
 import autotune.api
+import autotune.tuned
 from autotune.cli import main
 from autotune.study.study import load_snapshot
 from engine.errors import UserError
@@ -44,7 +45,10 @@ def quadratic(x: float, kind: str) -> float:
 
 
 def test_docstrings_are_true() -> None:
-    assert doctest.testmod(autotune.api).failed == 0
+    for module in (autotune.api, autotune.tuned):
+        found = doctest.testmod(module)
+        assert found.attempted
+        assert not found.failed
 
 
 def test_public_names_are_there_and_importing_them_is_lazy() -> None:
