@@ -8,7 +8,7 @@ import numpy as np
 
 from autotune.search import pareto
 from autotune.search.hygiene import costs_of, tells
-from autotune.search.sampler import Foreseeing, Sampler, SearchState
+from autotune.search.sampler import Foreseeing, Observation, Sampler, SearchState
 
 MIN_WINDOW = 10
 """Trials that a plateau has at least."""
@@ -46,7 +46,7 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
         ratio = sampler.expected_gain(state)
         if ratio is not None:
             return Gain(min(ratio, 1.0))
-    ended = [o for o in state.tried if tells(o) and o.repeat_of is None]
+    ended = [o for o in state.observations if _is_result(o)]
     window = max(MIN_WINDOW, int(WINDOW_RATIO * len(ended)))
     if len(ended) < 2 * window:
         return None
@@ -63,7 +63,7 @@ def expected_gain(sampler: Sampler, state: SearchState) -> Gain | None:
 def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:
     """Whether a search is at its end: ``PATIENCE`` times in a row, now the last time, less than ``least_ratio`` was
     expected of the next trial. As pure as the sampler."""
-    ends = [place for place, observation in enumerate(state.observations) if tells(observation)]
+    ends = [place for place, observation in enumerate(state.observations) if _is_result(observation)]
     if len(ends) < PATIENCE:
         return False
     for end in (len(state.observations), *ends[:-PATIENCE:-1]):
@@ -71,3 +71,8 @@ def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:
         if gain is None or gain.ratio >= least_ratio:
             return False
     return True
+
+
+def _is_result(observation: Observation) -> bool:
+    """Whether a trial ended and says something of its candidate for the first time."""
+    return observation.state != "refused" and tells(observation) and observation.repeat_of is None

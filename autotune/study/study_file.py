@@ -36,7 +36,7 @@ ESTIMATE_KEYS = (
     "cluster.dollars_per_device_hour",
 )
 """What only estimates are made from: a machine that was profiled anew is the same machine."""
-LIMIT_KEYS = "limits"
+LIMITS_KEY = "limits"
 """When trials are ended: a study goes on under others, and what has ended stays as it did."""
 
 
@@ -137,7 +137,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = _flat(old), _flat(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        if key.startswith((*ESTIMATE_KEYS, LIMIT_KEYS)):
+        if key.startswith((*ESTIMATE_KEYS, LIMITS_KEY)):
             continue
         if key not in after:
             lines.append(f"removed  {key}: {_text(before[key])}")

@@ -69,6 +69,12 @@ def test_parameters_are_counted_from_a_config(capsys: pytest.CaptureFixture[str]
     assert task["family"] == "moe"
 
 
+def test_a_proposed_batch_holds_whole_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(capsys, "--params", "1B", "--tokens", "20B", "--seq-len", "3000")
+    batches = [point["global_batch_tokens"] for point in (answer, *answer["portfolio"])]
+    assert all(batch >= 3000 and batch % 3000 == 0 for batch in batches)
+
+
 def test_a_fixed_batch_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     answer = ask(capsys, "--params", "1B", "--tokens", "20B", "--batch", "2Mi-tokens")
     assert answer["global_batch_tokens"] == 2 * 2**20
@@ -133,6 +139,7 @@ def test_own_runs_move_the_answer_unless_left_aside(capsys: pytest.CaptureFixtur
         (["--params", "1B", "--tokens", "20B", "--optimizer", "adamwx"], "did you mean adamw? known are adamw,"),
         (["--params", "1B", "--tokens", "20B", "--seq-len", "0"], "--seq-len must be above zero"),
         (["--params", "1B", "--tokens", "20B", "--rows", "x", "--no-own"], "exclude each other"),
+        (["--params", "1B", "--tokens", "20B", "--rows", "nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
     ],
 )
 def test_mistakes_are_told_in_one_message(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +158,9 @@ def test_own_runs_are_shown_and_removed(capsys: pytest.CaptureFixture[str], rows
     assert main(["prior", "show", "--json"]) == 0
     studies = json.loads(capsys.readouterr().out)["studies"]
     assert [(s["study"], s["num_rows"], s["best_loss"]) for s in studies] == [("mine", 1, 3.25)]
+    rows_file.write_text(rows_file.read_text() + "changed by hand\n")
+    assert main(["prior", "show"]) == 0
+    assert "1 line is damaged" in capsys.readouterr().err
     assert main(["prior", "remove", "other"]) == 2
     assert "studies in it: mine" in capsys.readouterr().err
     assert main(["prior", "remove", "mine"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from autotune.prior.rows import (
     ROWS_VARIABLE,
     MetaRow,
     add_rows,
+    count_damaged,
     default_rows_file,
     read_rows,
     remove_rows,
@@ -57,8 +59,20 @@ def test_a_line_torn_by_a_kill_loses_that_row_alone(tmp_path: Path) -> None:
     add_rows(path, [row(0), row(1)])
     path.write_bytes(path.read_bytes()[:-20])
     assert [r.trial for r in read_rows(path)] == [0]
+    assert count_damaged(path) == 1
     add_rows(path, [row(2)])
     assert [r.trial for r in read_rows(path)] == [0, 2]
+
+
+def test_those_who_add_and_remove_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_rows(path, [row(0)])
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(1, 25):
+            pool.submit(add_rows, path, [row(number)])
+            pool.submit(remove_rows, path, "another")
+            pool.submit(add_rows, path, [row(number)])
+    assert sorted(r.trial for r in read_rows(path)) == list(range(25))
 
 
 def test_a_study_is_removed_and_the_others_stay(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What one more trial is expected to bring, and when that is too little."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -91,3 +91,11 @@ def test_a_model_is_believed_when_it_says_little_several_times_in_a_row() -> Non
     assert not is_enough(Knowing(), losses(*[2.0] * 10), 0.1), "a tenth and more was expected before"
     assert is_enough(Knowing(), losses(*[2.0] * 12), 0.1)
     assert expected_gain(Knowing(), losses()) is None
+
+
+def test_what_was_refused_or_still_runs_is_no_look_of_its_own() -> None:
+    state = losses(*[2.0] * 10)
+    last = state.observations[-1]
+    kinds = ("refused", "running") * 3
+    silent = [replace(last, number=10 + i, state=kind, values=None) for i, kind in enumerate(kinds)]
+    assert not is_enough(Knowing(), replace(state, observations=(*state.observations, *silent)), 0.1)

@@ -169,6 +169,14 @@ def test_a_prediction_that_held_is_enough(agent: ReinforceSampler) -> None:
         assert words in agent.remarks(state)[0]
 
 
+def test_a_world_begins_within_its_ranges_whatever_the_prior_predicts() -> None:
+    """That the rate ends at 0 has no logarithm."""
+    prior = Prior.load().at(Task(num_parameters=500_000_000, total_tokens=10_000_000_000, min_lr_ratio=0.0))
+    floor = Dimension("min_lr_ratio", "log_float", low=1e-3, high=1e-1)
+    world = World.of(state_of(Space("q", (Objective(name="quality"),), (floor,), {}), task_prior=prior))
+    assert world.start.tolist() == [0.0]
+
+
 def test_a_part_of_a_training_is_not_held_against_the_prediction(agent: ReinforceSampler) -> None:
     prior = Prior.load().at(Task(num_parameters=500_000_000, total_tokens=10_000_000_000, min_lr_ratio=0.0))
     space = Space(

@@ -83,3 +83,20 @@ def test_the_keeper_renews_what_is_held_and_notices_what_is_lost() -> None:
     assert not keeper.is_lost(1)
     assert not keeper.is_lost(3)
     assert renewed.count(2) == 1
+
+
+def test_an_attempt_begun_while_the_one_before_is_renewed_is_not_lost() -> None:
+    seen = threading.Event()
+
+    def write(number: int, one: Lease) -> bool:
+        if one.attempt == 1:
+            keeper.hold(number, lease(attempt=2))  # by another thread, as it were
+            return False
+        seen.set()
+        return True
+
+    keeper = LeaseKeeper(write, every_seconds=0.01)
+    keeper.hold(1, lease())
+    assert seen.wait(30)
+    keeper.close()
+    assert not keeper.is_lost(1)

@@ -1,5 +1,6 @@
 """Means and intervals of repeats."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ def test_one_repeat_has_no_interval() -> None:
     (value,) = repeated_values(snapshot(row(0, 1.0, None), row(1, 2.0, 0)), 0)
     assert value.half_width is None
     assert value.text == "2 nats/token"
+
+
+def test_a_part_of_a_training_is_no_repeat() -> None:
+    part = replace(row(2, 9.0, 0), share=0.25)
+    (value,) = repeated_values(snapshot(row(0, 1.0, None), row(1, 2.0, 0), part), 0)
+    assert (value.num_repeats, value.mean) == (1, 2.0)
 
 
 def test_no_repeat_no_value() -> None:

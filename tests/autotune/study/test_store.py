@@ -155,6 +155,10 @@ def test_passwords_are_kept_nowhere() -> None:
     assert hide_password("postgresql://me:secret@host:5432/name") == "postgresql://me@host:5432/name"
     assert hide_password("postgresql://me@host/name") == "postgresql://me@host/name"
     assert hide_password("sqlite:////tmp/a.db") == "sqlite:////tmp/a.db"
+    assert hide_password("postgresql://host/name?user=me&password=secret&port=1") == (
+        "postgresql://host/name?user=me&port=1"
+    )
+    assert hide_password("postgresql://host/name?password=secret") == "postgresql://host/name"
 
 
 def test_database_files_mean_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
