@@ -27,7 +27,7 @@ import bootstrap
 import numpy as np
 import run_log
 from problems import SEQUENCE_LENGTH, Problem, everything
-from search_loop import Search, search, search_by_optuna
+from search_loop import Search, feasible_values, search, search_by_optuna
 
 from autotune.prior.predict import TaskPrior
 from autotune.search.pareto import front_box, hypervolume
@@ -198,12 +198,8 @@ def _shuffled(rows: Sequence[Any]) -> list[Any]:
 
 def as_data(problem: Problem, method: Method, seed: int, asked: int, run: Search) -> dict[str, Any]:
     """A search as one line of the log; values are null where a trial gave none or lies beyond a bound."""
-    values = [
-        list(o.values.values())
-        if o.values and all(ob.violation(o.values[ob.name]) <= 0 for ob in problem.space.objectives)
-        else None
-        for o in run.trials
-    ]
+    rows = feasible_values(run, problem.space.objectives).tolist()
+    values = [None if np.isnan(row).any() else row for row in rows]
     return {
         "problem": problem.name,
         "method": method.name,

@@ -22,7 +22,7 @@ from typing import Any
 import hpo_cells
 import numpy as np
 from problems import conditional, zdt
-from search_loop import Function, search
+from search_loop import Function, feasible_values, search
 from search_quality import loss_of, space_of, without_size
 
 from autotune.prior.predict import TaskPrior
@@ -80,7 +80,7 @@ def main() -> int:
                 ]
                 rows[name] = {"cpu_seconds": round(time.process_time() - begun, 1)}
             for name, losses in losses_of(
-                case, {n: [as_values(case, s) for s in all_] for n, all_ in searches.items()}
+                case, {n: [feasible_values(s, case.space.objectives) for s in all_] for n, all_ in searches.items()}
             ):
                 rows[name] |= {
                     "mean_loss": losses.mean(axis=0).round(5).tolist(),
@@ -115,18 +115,6 @@ def function_of(cell: hpo_cells.Cell) -> Function:
         return {"quality": loss_of(cell, parameters)}
 
     return function
-
-
-def as_values(case: Case, run: Any) -> np.ndarray:
-    """``[trials, m]``; NaN where a trial gave nothing or lies beyond a bound."""
-    objectives = case.space.objectives
-    rows = [
-        [o.values[x.name] for x in objectives]
-        if o.values and all(x.violation(o.values[x.name]) <= 0 for x in objectives)
-        else [np.nan] * len(objectives)
-        for o in run.trials
-    ]
-    return np.array(rows, dtype=float).reshape(-1, len(objectives))
 
 
 def losses_of(case: Case, values: Mapping[str, list[np.ndarray]]) -> list[tuple[str, np.ndarray]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import optuna
 
 from autotune.prior.predict import TaskPrior
@@ -40,6 +41,17 @@ class Search:
     def trials(self) -> list[Observation]:
         """What was tried."""
         return [observation for observation in self.observations if observation.state != "refused"]
+
+
+def feasible_values(run: Search, objectives: Sequence[Objective]) -> np.ndarray:
+    """Values of the trials of a search, ``[trials, m]``; NaN where a trial gave nothing or lies beyond a bound."""
+    rows = [
+        [o.values[x.name] for x in objectives]
+        if o.values and all(x.violation(o.values[x.name]) <= 0 for x in objectives)
+        else [np.nan] * len(objectives)
+        for o in run.trials
+    ]
+    return np.array(rows, dtype=float).reshape(-1, len(objectives))
 
 
 def observe(number: int, parameters: Mapping[str, Scalar], function: Function) -> Observation:
