@@ -126,7 +126,9 @@ class View:
         return self._is_known()
 
     def _is_known(self) -> np.ndarray:
-        known = {self.space.roles.get(name, name) for name in (*HYPERPARAMETERS, "global_batch_size")}
+        # The size of a micro-batch does nothing to the loss.
+        told = (*HYPERPARAMETERS, "global_batch_size", "micro_batch_size")
+        known = {self.space.roles.get(name, name) for name in told}
         names = [axis.dimension.name.removeprefix("hyperparameters.") for axis in self.encoding.axes]
         return np.array([name in known or name.startswith("plan.") for name in names], dtype=bool)
 
