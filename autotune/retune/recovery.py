@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autotune.retune.actions import MIN_SCALE, Proposal, TryMicroBatch, describe
 from autotune.retune.ledger import Ledger, Memory, recall
-from autotune.retune.live import held_checkpoints
+from autotune.retune.live import held_checkpoints, hold_checkpoint
 from autotune.retune.policy import MAX_RECOVERIES, RECOVERY_FACTOR, choose_recovery
 from autotune.twin.health import best_step
 from autotune.twin.twin import Twin
@@ -73,9 +73,12 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
 
 
 def _way_back(folder: Path, twin: Twin, memory: Memory, outcome: Outcome) -> RollBack | SetLearningRateScale | None:
-    """Back to a held checkpoint; from the beginning, at a lower rate, when the end came before there was any."""
+    """Back to a checkpoint; from the beginning, at a lower rate, when the end came before there was any."""
+    if not held_checkpoints(folder):  # the end came before the retuner had put one aside
+        for path in sorted((folder / "checkpoints").glob("step-*")):
+            hold_checkpoint(folder, str(path))
     held = held_checkpoints(folder)
-    if not held and not any((folder / "checkpoints").glob("step-*")) and memory.num_recoveries < MAX_RECOVERIES:
+    if not held and memory.num_recoveries < MAX_RECOVERIES:
         return SetLearningRateScale(scale=max(RECOVERY_FACTOR * twin.scale, MIN_SCALE))
     since = best_step(twin.history)
     chosen = choose_recovery(memory, outcome.kind, scale=twin.scale, step=twin.step, since_step=since, held=held)
