@@ -65,7 +65,7 @@ class _Ax:
                     name=d.name,
                     parameter_type="float",
                     bounds=(d.low, d.high),
-                    scaling="log" if d.kind == "log_float" else "linear",
+                    scaling="log" if d.is_log else "linear",
                 )
                 for d in space.dimensions
             ]
@@ -88,7 +88,7 @@ class _Smac:
 
         configs = ConfigurationSpace(seed=seed)
         for d in space.dimensions:
-            configs.add(Float(d.name, (d.low, d.high), log=d.kind == "log_float"))
+            configs.add(Float(d.name, (d.low, d.high), log=d.is_log))
         self.folder = tempfile.TemporaryDirectory()
         scenario = Scenario(configs, n_trials=100, seed=seed, deterministic=True, output_directory=self.folder.name)
         self.facade = HyperparameterOptimizationFacade(
@@ -174,10 +174,7 @@ RIVALS: Mapping[str, Callable[[Space, int], Rival]] = {
 
 def centre(space: Space) -> Point:
     """The middle of the box."""
-    return {
-        d.name: float(np.sqrt(d.low * d.high)) if d.kind == "log_float" else (d.low + d.high) / 2
-        for d in space.dimensions
-    }
+    return {d.name: float(np.sqrt(d.low * d.high)) if d.is_log else (d.low + d.high) / 2 for d in space.dimensions}
 
 
 def make_rival(name: str, space: Space, seed: int) -> Rival:

@@ -125,18 +125,10 @@ class Candidates:
                 result[:, column] = np.where(anew, rng.uniform(size=len(base)), base[:, column])
             elif not axis.is_continuous:
                 # A step to a neighbour, where the radius is less than that.
-                step = self._step(column) * rng.choice([-1.0, 1.0], size=len(base))
-                far = np.maximum(radius, 1e-9) * np.abs(rng.standard_normal(len(base))) > abs(step)
+                step = axis.spacing(base[:, column]) * rng.choice([-1.0, 1.0], size=len(base))
+                far = np.maximum(radius, 1e-9) * np.abs(rng.standard_normal(len(base))) > np.abs(step)
                 result[:, column] = np.where(moved[:, column] & ~far, base[:, column] + step, result[:, column])
         return self._existing(np.clip(result, 0.0, 1.0))
-
-    def _step(self, column: int) -> float:
-        """About the distance of neighbouring values of an ordered list."""
-        axis = self.encoding.axes[column]
-        if axis.places is not None:
-            return 1.0 / max(len(axis.places) - 1, 1)
-        dimension = axis.dimension
-        return min(dimension.step / max(dimension.high - dimension.low, 1e-9), 1.0)
 
     def crowded(self, coordinates: np.ndarray, tried: np.ndarray) -> np.ndarray:
         """Which of ``[n, k]`` points are all but the same as one of ``[m, k]`` that were tried, ``[n]``."""

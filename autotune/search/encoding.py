@@ -49,8 +49,8 @@ class Axis:
     @classmethod
     def of(cls, dimension: Dimension) -> Axis:
         """The scale a dimension is searched on."""
-        if dimension.kind != "categorical":
-            return cls(dimension, None, True, dimension.kind == "log_float")
+        if dimension.is_range:
+            return cls(dimension, None, True, dimension.is_log)
         values = [v for v in dimension.values if isinstance(v, int | float) and not isinstance(v, bool)]
         if len(values) < len(dimension.values) or len(values) < 2:
             count = len(dimension.values)
@@ -62,7 +62,7 @@ class Axis:
     @property
     def is_continuous(self) -> bool:
         """Whether any value between two others is one too."""
-        return self.dimension.kind in ("float", "log_float")
+        return self.dimension.is_real
 
     def coordinate(self, value: Scalar) -> float:
         """Of a value of the dimension."""
@@ -77,7 +77,7 @@ class Axis:
         if self.places is not None:
             return self.dimension.values[int(np.argmin([abs(place - coordinate) for place in self.places]))]
         number = float(self._numbers(np.array([coordinate]))[0])
-        return int(number) if self.dimension.kind == "int" else number
+        return int(number) if self.dimension.is_whole else number
 
     def nearest(self, coordinates: np.ndarray) -> np.ndarray:
         """The values nearest to coordinates ``[n]``: floats with NaN where that is NaN, or objects for words."""
@@ -99,8 +99,18 @@ class Axis:
             result[present] = np.array(self.places)[self._choice(coordinates[present])]
         else:
             low, high = self._range()
-            result[present] = (self._numbers(coordinates[present]) - low) / (high - low or 1.0)
+            numbers = self._numbers(coordinates[present])
+            result[present] = ((np.log(numbers) if self.is_log else numbers) - low) / (high - low or 1.0)
         return result
+
+    def spacing(self, coordinates: np.ndarray) -> np.ndarray:
+        """About how far it is from coordinates ``[n]`` to the next value of a list or of whole numbers, ``[n]``."""
+        if self.places is not None:
+            return np.full(len(coordinates), 1.0 / max(len(self.places) - 1, 1))
+        low, high = self._range()
+        numbers = self._numbers(coordinates)
+        step = np.log1p(self.dimension.step / numbers) if self.is_log else self.dimension.step
+        return np.asarray(np.minimum(np.full(len(coordinates), step / max(high - low, 1e-9)), 1.0))
 
     def _choice(self, coordinates: np.ndarray) -> np.ndarray:
         """Index of the choice nearest to each coordinate, ``[n]``."""
@@ -112,7 +122,7 @@ class Axis:
         numbers = low + coordinates * (high - low)
         if self.is_log:
             numbers = np.exp(numbers)
-        if dimension.kind == "int":
+        if dimension.is_whole:
             last = math.floor((dimension.high - dimension.low) / dimension.step)
             steps = np.clip(np.round((numbers - dimension.low) / dimension.step), 0, last)
             return np.asarray(dimension.low + dimension.step * steps)

@@ -170,11 +170,11 @@ def distribution_of(dimension: Dimension) -> BaseDistribution:
     """The dimension in Optuna's terms."""
     if dimension.kind == "categorical":
         return CategoricalDistribution(dimension.values)
-    if dimension.kind == "int":
+    if dimension.is_whole:
         values = dimension.choices()
         assert values is not None
-        return IntDistribution(int(dimension.low), int(values[-1] or 0), step=dimension.step)
-    return FloatDistribution(dimension.low, dimension.high, log=dimension.kind == "log_float")
+        return IntDistribution(int(dimension.low), int(values[-1] or 0), step=dimension.step, log=dimension.is_log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
 
 def suggest(trial: optuna.Trial, space: Space) -> dict[str, Scalar]:
@@ -192,7 +192,7 @@ def suggest(trial: optuna.Trial, space: Space) -> dict[str, Scalar]:
             chosen[dimension.name] = trial.suggest_categorical(dimension.name, distribution.choices)
         elif isinstance(distribution, IntDistribution):
             chosen[dimension.name] = trial.suggest_int(
-                dimension.name, distribution.low, distribution.high, step=distribution.step
+                dimension.name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
             )
         else:
             assert isinstance(distribution, FloatDistribution)

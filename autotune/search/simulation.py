@@ -136,16 +136,11 @@ def _start(ground: Ground, state: SearchState, prior: TaskPrior | None) -> np.nd
 
 def _coordinate(axis: Axis, value: float | str) -> float:
     """Of the value nearest to one that may not be in the dimension; the middle where they can't be compared."""
-    choices = axis.dimension.choices()
-    if choices is None:
-        if isinstance(value, str):
-            return 0.5
-        return axis.coordinate(min(max(value, axis.dimension.low), axis.dimension.high))
-    if value in choices:
+    if not axis.dimension.is_range and value in axis.dimension.values:
         return axis.coordinate(value)
     if isinstance(value, str) or not axis.is_ordered:
         return 0.5
-    return axis.coordinate(min(choices, key=lambda choice: abs(float(choice or 0.0) - value)))
+    return axis.coordinate(axis.dimension.nearest(value))
 
 
 @dataclass(frozen=True)

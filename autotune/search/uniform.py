@@ -78,6 +78,8 @@ class _Grid:
     others: tuple[Dimension, ...]
     ranks: np.ndarray
     """``[num_legal]`` ints, 0 for the most promising plans."""
+    weights: np.ndarray
+    """Of the plans among equals, ``[num_legal]``: one over what is searched by its logarithm."""
     cumulative: np.ndarray
     """Weights of the plans, summed up: one is half as likely as one of the rank before."""
 
@@ -87,13 +89,29 @@ class _Grid:
         ranks = np.zeros(enumeration.num_legal if enumeration else 1, dtype=np.int64) if ranks is None else ranks
         from_table = tuple(d for d in space.dimensions if enumeration and is_enumerated(d))
         others = tuple(d for d in space.dimensions if d not in from_table)
-        return cls(space, enumeration, from_table, others, ranks, np.cumsum(0.5**ranks))
+        weights = np.ones(len(ranks))
+        for dimension in from_table:
+            if enumeration is not None and dimension.is_log:
+                weights = weights / enumeration.table[dimension.name.partition(".")[2]]
+        return cls(space, enumeration, from_table, others, ranks, weights, np.cumsum(0.5**ranks * weights))
 
     def point(self, unit: np.ndarray) -> dict[str, Scalar]:
         """The chosen values at ``unit``, ``[1 + number of others]``, each from 0 to 1: first the plan's coordinate."""
         row = int(np.searchsorted(self.cumulative, unit[0] * self.cumulative[-1], side="right"))
         values = {d.name: _quantile(d, float(u)) for d, u in zip(self.others, unit[1:], strict=True)}
         return self.chosen(min(row, len(self.cumulative) - 1), values)
+
+    def order(self, cells: Sequence[tuple[int, ...]], rng: np.random.Generator) -> np.ndarray:
+        """Cells of a discrete space (a plan's row, and a pick of each other dimension) in random order, ``[n]``: every
+        beginning is like independent draws of the cells by their weights, without the repeats."""
+        logarithmic = [(index, d) for index, d in enumerate(self.others, start=1) if d.is_log]
+        if not logarithmic and (self.weights == self.weights[0]).all():
+            return rng.permutation(len(cells))
+        table = np.array(cells)
+        weights = self.weights[table[:, 0]]
+        for index, dimension in logarithmic:
+            weights = weights / (dimension.low + table[:, index])
+        return np.argsort(rng.exponential(size=len(cells)) / weights, kind="stable")
 
     def chosen(self, row: int, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The plan of a row with values of everything else."""
@@ -121,7 +139,7 @@ def uniform_draws(
         sizes = [len(options or ()) for options in choices]
         if len(grid.ranks) * math.prod(sizes) <= MAX_EXHAUSTIVE:
             cells = list(itertools.product(range(len(grid.ranks)), *map(range, sizes)))
-            order = rng.permutation(len(cells))
+            order = grid.order(cells, rng)
             by_rank = np.argsort(grid.ranks[[cells[index][0] for index in order]], kind="stable")
             for index in order[by_rank]:
                 row, *picks = cells[index]
@@ -157,9 +175,12 @@ def plan_values(enumeration: Enumeration | None, row: int, dimensions: Sequence[
 def _quantile(dimension: Dimension, u: float) -> Scalar:
     """The value below which a share ``u`` of the dimension lies."""
     choices = dimension.choices()
+    if dimension.kind == "log_int":  # each whole number has what lies nearer to it than to its neighbours
+        low, high = math.log(dimension.low - 0.5), math.log(dimension.high + 0.5)
+        return min(max(round(math.exp(low + u * (high - low))), int(dimension.low)), int(dimension.high))
     if choices is not None:
         return choices[min(int(u * len(choices)), len(choices) - 1)]
-    if dimension.kind == "log_float":
+    if dimension.is_log:
         low, high = math.log(dimension.low), math.log(dimension.high)
         value = math.exp(low + u * (high - low))
     else:

@@ -75,17 +75,18 @@ def enumerate_plans(
     Raises:
         UserError: More combinations than can be enumerated.
     """
-    choices = [tuple(dimension.choices() or ()) for dimension in dimensions]
-    num_combinations = math.prod(len(options) for options in choices)
+    num_choices = [len(dimension.choices() or ()) for dimension in dimensions]
+    num_combinations = math.prod(num_choices)
     if num_combinations > MAX_COMBINATIONS:
-        sizes = ", ".join(f"{d.name} {len(c)}" for d, c in zip(dimensions, choices, strict=True))
+        sizes = ", ".join(f"{d.name} {count}" for d, count in zip(dimensions, num_choices, strict=True))
         raise UserError(
             f"the space has {num_combinations} combinations of plan values ({sizes});"
             f" at most {MAX_COMBINATIONS} are taken",
             hint="fix or narrow some plan values",
         )
     columns: dict[str, Any] = dict(values)
-    index = np.indices([len(options) for options in choices]).reshape(len(choices), num_combinations)
+    choices = [tuple(dimension.choices() or ()) for dimension in dimensions]
+    index = np.indices(num_choices).reshape(len(choices), num_combinations)
     for row, dimension in enumerate(dimensions):
         columns[dimension.name] = choice_column(choices[row])[index[row]]
     columns = with_derived(columns)

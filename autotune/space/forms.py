@@ -6,20 +6,20 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.fidelity import Fidelity, parse_words
 from autotune.space.objectives import KNOWN, Objective
-from autotune.space.space import Budget, Dimension, TrialLimits
+from autotune.space.space import Budget, Dimension, Kind, TrialLimits
 from engine.errors import UserError
 from engine.schema import Located, parse
 from engine.units import parse_bytes, parse_duration
 from engine.yaml_file import KeyPath
 
-RANGES = ("int", "float", "log_float")
+RANGES = ("int", "log_int", "float", "log_float")
 """Forms that have two ends."""
-MAX_NUMBER = {"int": 2**53, "float": 1e300, "log_float": 1e300}
+MAX_NUMBER = {"int": 2**53, "log_int": 2**53, "float": 1e300, "log_float": 1e300}
 """Beyond these the search, which counts in floats, could not tell numbers apart."""
 EXAMPLES = "examples: [1, 2, 4]; {log_float: [1e-4, 1e-2]}; {int: [8, 64], step: 8}"
 
@@ -34,7 +34,7 @@ Check = Callable[[Any, KeyPath], Any]
 def range_hint(low: object, high: object) -> str:
     """How a range is written, and how two values are."""
     form = "int" if all(re.fullmatch(r"[-+]?\d+", str(end)) for end in (low, high)) else "float"
-    others = "log_float" if form == "float" else "float, log_float"
+    others = "log_float" if form == "float" else "log_int, float, log_float"
     return f"a range is {{{form}: [{low}, {high}]}} (or {others}); two values are [{low}, {high}]"
 
 
@@ -227,7 +227,7 @@ class FormReader:
         step = written.get("step", 1)
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             self.fail(f"'{name}.step' must be a whole number of at least 1, got {step!r}", "example: step: 8", path)
-        kind = cast(Literal["int", "float", "log_float"], form)
+        kind = cast(Kind, form)
         return Dimension(name, kind, (), float(low), float(high), step, when)
 
     def _categorical(self, name: str, values: Any, path: KeyPath, check: Check, when: Expression | None) -> Dimension:
@@ -244,13 +244,14 @@ class FormReader:
         if not isinstance(value, list | tuple) or len(value) != 2:
             self.fail(f"'{name}.{form}' must be [low, high], got {value!r}", f"example: {{{form}: [1, 8]}}", path)
         low, high = (check(item, path) for item in value)
-        numbers = int if form == "int" else int | float
+        numbers = int if form in ("int", "log_int") else int | float
         if isinstance(low, bool) or not isinstance(low, numbers) or not isinstance(high, numbers):
             self.fail(f"'{name}' is not a number, so it has no range", "list its values instead", path)
         if max(abs(low), abs(high)) > MAX_NUMBER[form]:
             self.fail(f"'{name}.{form}' reaches beyond {MAX_NUMBER[form]:g}, got {value}", "correct the two ends", path)
-        if not low < high or (form == "log_float" and low <= 0):
-            rule = "0 < low < high" if form == "log_float" else "low < high"
+        is_log = form in ("log_int", "log_float")
+        if not low < high or (is_log and low <= 0):
+            rule = "0 < low < high" if is_log else "low < high"
             self.fail(f"'{name}.{form}' needs {rule}, got {value}", "correct the two ends", path)
         return low, high
 

@@ -286,8 +286,8 @@ class _Builder(FormReader):
             more_lists={"divisors_of": lambda of: self._divisors(name, of, path)},
             examples=f"{EXAMPLES}; {{divisors_of: devices}}",
         )
-        if dimension.kind in ("float", "log_float") and isinstance(default_values()[name], int):
-            self.fail(f"'{name}' is a whole number", "use {int: [low, high]} or a list", path)
+        if dimension.is_real and isinstance(default_values()[name], int):
+            self.fail(f"'{name}' is a whole number", "use {int: [low, high]}, {log_int: [low, high]} or a list", path)
         return dimension
 
     def _value(self, name: str, value: Any, schema: type[Schema], path: KeyPath) -> Any:

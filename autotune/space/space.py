@@ -18,6 +18,7 @@ from engine.schema import Schema
 from engine.spec import Count, Name, Positive
 
 Scalar = str | int | float | bool | None
+Kind = Literal["categorical", "int", "log_int", "float", "log_float"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Dimension:
 
     name: str
     """Dotted name, such as ``plan.micro_batch_size``."""
-    kind: Literal["categorical", "int", "float", "log_float"]
+    kind: Kind
     values: tuple[Scalar, ...] = ()
     """Choices of a categorical dimension."""
     low: float = 0.0
@@ -38,30 +39,61 @@ class Dimension:
     when: Expression | None = None
     """Searched only where this holds of the values chosen before; elsewhere the default is used."""
 
+    @property
+    def is_range(self) -> bool:
+        """Numbers between two ends."""
+        return self.kind != "categorical"
+
+    @property
+    def is_whole(self) -> bool:
+        """A range of whole numbers."""
+        return self.kind in ("int", "log_int")
+
+    @property
+    def is_real(self) -> bool:
+        """A range of real numbers."""
+        return self.kind in ("float", "log_float")
+
+    @property
+    def is_log(self) -> bool:
+        """A range that is searched by its logarithm."""
+        return self.kind in ("log_int", "log_float")
+
     def choices(self) -> Sequence[Scalar] | None:
         """All values of a discrete dimension, never listed where they are a range; None for a continuous one."""
-        if self.kind == "categorical":
+        if not self.is_range:
             return self.values
-        if self.kind == "int":
+        if self.is_whole:
             return range(int(self.low), int(self.high) + 1, self.step)
         return None
 
+    def nearest(self, number: float) -> int | float | None:
+        """The value that is nearest to a number; None in a list without numbers."""
+        if self.is_real:
+            return min(max(float(number), self.low), self.high)
+        if self.is_whole:
+            last = int(self.high - self.low) // self.step
+            return int(self.low) + self.step * min(max(round((number - self.low) / self.step), 0), last)
+        numbers = [value for value in self.values if isinstance(value, int | float) and not isinstance(value, bool)]
+        return min(numbers, key=lambda value: abs(value - number), default=None)
+
     def contains(self, value: Scalar) -> bool:
         """Whether ``value`` is in the dimension."""
-        if self.kind == "int":
+        if self.is_whole:
             return type(value) is int and value in (self.choices() or ())
-        if self.kind == "categorical":
+        if not self.is_range:
             return any(type(value) is type(choice) and value == choice for choice in self.values)
         return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
 
     def describe(self) -> str:
         """One line for people."""
-        if self.kind == "categorical":
+        if not self.is_range:
             text = ", ".join(map(str, self.values))
-        elif self.kind == "int":
+        elif self.is_whole:
             text = f"{int(self.low)} to {int(self.high)}" + (f" in steps of {self.step}" if self.step > 1 else "")
         else:
-            text = f"{self.low:g} to {self.high:g}" + (" (log)" if self.kind == "log_float" else "")
+            text = f"{self.low:g} to {self.high:g}"
+        text += " (log)" if self.is_log else ""
         return f"{text}, when {self.when.text}" if self.when else text
 
 

@@ -192,29 +192,23 @@ def _value(dimension: Dimension, value: Any, where: str) -> Scalar:
 
 
 def _members(dimension: Dimension, default: Any) -> list[Scalar]:
-    """Values of a dimension for what a guess leaves out: the default or the nearest to it first, without a default the
-    middle of a range or the first of a list; then the others, where they are few."""
+    """Values of a dimension for what a guess leaves out: one first, then the others, where they are few."""
+    first = _first_member(dimension, default)
     choices = dimension.choices()
+    if choices is None or len(choices) > MAX_MEMBERS:
+        return [first]
+    return [first, *(choice for choice in choices if type(choice) is not type(first) or choice != first)]
+
+
+def _first_member(dimension: Dimension, default: Any) -> Scalar:
+    """The default or the nearest to it; without a default the middle of a range or the first of a list."""
+    if not dimension.is_range and dimension.contains(default):
+        return default  # type: ignore[no-any-return]  # a member is a scalar
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    if choices is None:
-        is_log = dimension.kind == "log_float"
-        middle = (dimension.low * dimension.high) ** 0.5 if is_log else (dimension.low + dimension.high) / 2
-        return [min(max(float(default), dimension.low), dimension.high) if is_number else middle]
-    if is_number and dimension.kind == "int":
-        place = round((default - dimension.low) / dimension.step)
-        first = min(max(place, 0), len(choices) - 1)
-    elif dimension.kind == "int":
-        first = len(choices) // 2
-    elif dimension.contains(default):
-        first = next(row for row, choice in enumerate(choices) if type(choice) is type(default) and choice == default)
-    elif is_number:
-        distances = [abs(c - default) if isinstance(c, int | float) else math.inf for c in choices]
-        first = distances.index(min(distances))
-    else:
-        first = 0
-    if len(choices) > MAX_MEMBERS:
-        return [choices[first]]
-    return [choices[first], *(choice for row, choice in enumerate(choices) if row != first)]
+    low, high = dimension.low, dimension.high
+    middle = (low * high) ** 0.5 if dimension.is_log else (low + high) / 2
+    nearest = dimension.nearest(default if is_number else middle) if is_number or dimension.is_range else None
+    return dimension.values[0] if nearest is None else nearest
 
 
 def _default(name: str, known: Mapping[str, Any]) -> Any:
@@ -223,16 +217,15 @@ def _default(name: str, known: Mapping[str, Any]) -> Any:
 
 def _as_number(dimension: Dimension, value: Any) -> Any:
     """A whole number where the dimension has real ones, as one of these."""
-    is_real = dimension.kind in ("float", "log_float")
-    return float(value) if is_real and isinstance(value, int) and not isinstance(value, bool) else value
+    return float(value) if dimension.is_real and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _nearest(dimension: Dimension, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        numbers = [c for c in dimension.choices() or (dimension.low, dimension.high) if isinstance(c, int | float)]
-        if numbers:
-            return f"the nearest is {min(numbers, key=lambda number: abs(number - value))}; or widen the space"
-    close = difflib.get_close_matches(str(value), list(map(str, dimension.choices() or ())), n=1)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        nearest = dimension.nearest(value)
+        if nearest is not None:
+            return f"the nearest is {nearest}; or widen the space"
+    close = difflib.get_close_matches(str(value), list(map(str, dimension.values)), n=1)
     return f"did you mean {close[0]}?" if close else "choose one of these, or widen the space"
 
 

@@ -190,8 +190,10 @@ def _form(name: str, distributions: Sequence[BaseDistribution], notes: list[str]
     if isinstance(first, IntDistribution):
         steps = {d.step for d in ranges if isinstance(d, IntDistribution)}
         whole_step = math.gcd(*(int(s or 1) for s in steps), *(int(d.low - low) for d in ranges))
+        if all(d.log for d in ranges):  # Optuna knows no steps there
+            return {"log_int": [low, high]}
         if any(d.log for d in ranges):
-            notes.append(f"{name} was searched by its logarithm; whole numbers are searched evenly here")
+            notes.append(f"{name} was searched by its logarithm at times; it is searched evenly here")
         return {"int": [low, high], "step": max(whole_step, 1)}
     if any(d.step for d in ranges):
         step = min(float(d.step) for d in ranges if d.step)

@@ -47,7 +47,7 @@ MAX_SMALL = 12
 def mixed_space(objectives: Sequence[Objective] = (Objective(name="loss"),)) -> Space:
     """Values of a user's own program, every kind of dimension: a condition, a range in steps, a single choice, a
     constraint, a fixed value."""
-    names = frozenset({"kind", "rate", "momentum", "width", "only", "depth", "fixed"})
+    names = frozenset({"kind", "rate", "momentum", "width", "only", "depth", "steps", "fixed"})
     return CommandSpace(
         name="mixed",
         objectives=tuple(objectives),
@@ -58,6 +58,7 @@ def mixed_space(objectives: Sequence[Objective] = (Objective(name="loss"),)) -> 
             Dimension("width", "int", low=8, high=64, step=8),
             Dimension("only", "categorical", (4,)),
             Dimension("depth", "categorical", (1, 2, 4)),
+            Dimension("steps", "log_int", low=1, high=300),
         ),
         fixed={"fixed": 3},
         constraints=(parse_expression("width * depth <= 160", names),),

@@ -21,6 +21,7 @@ DIMENSIONS = (
     Dimension("word", "categorical", values=("a", "b", "c")),
     Dimension("flag", "categorical", values=(True, False)),
     Dimension("odd", "categorical", values=(None, 1, 2.5)),
+    Dimension("steps", "log_int", low=1, high=3000),
 )
 
 
@@ -48,7 +49,7 @@ def test_values_come_back(rows):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=7, max_size=7))
+@given(st.lists(st.floats(0, 1), min_size=len(DIMENSIONS), max_size=len(DIMENSIONS)))
 def test_every_coordinate_is_a_value_of_the_dimension(place):
     encoding = Encoding.of(DIMENSIONS)
     values = encoding.values(np.array(place))
@@ -78,3 +79,11 @@ def test_an_absent_dimension_says_so_and_lies_at_one_place():
     assert inputs.x[1].tolist() == inputs.x[2].tolist()
     assert inputs.x[0].tolist() != inputs.x[1].tolist()
     assert encoding.values(np.array([math.nan])) == {}
+
+
+def test_whole_numbers_are_as_far_apart_as_their_logarithms():
+    axis = Axis.of(DIMENSIONS[-1])
+    places = [axis.coordinate(value) for value in (1, 10, 100, 1000)]
+    assert np.diff(places) == pytest.approx(math.log(10) / math.log(3000))
+    neighbours = axis.spacing(np.array(places))
+    assert neighbours == pytest.approx([math.log1p(1 / value) / math.log(3000) for value in (1, 10, 100, 1000)])

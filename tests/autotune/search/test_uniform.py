@@ -11,7 +11,8 @@ from autotune.search.seeds import derive_seed
 from autotune.search.uniform import uniform_draws
 from autotune.space.enumerate import Enumeration
 from autotune.space.grammar import load_space
-from autotune.space.space import Dimension
+from autotune.space.objectives import Objective
+from autotune.space.space import Dimension, Space
 from autotune.space.training import MESH, TrainingSpace
 
 pytestmark = pytest.mark.unit
@@ -81,3 +82,26 @@ def test_an_int_range_ends_on_its_last_step() -> None:
 @pytest.mark.parametrize(("num_trials", "startup"), [(None, 10), (4, 5), (24, 6), (1000, 20)])
 def test_startup_is_a_share_of_the_budget(num_trials: int | None, startup: int) -> None:
     assert num_startup_trials(num_trials) == startup
+
+
+def test_a_log_int_range_is_drawn_by_its_logarithm() -> None:
+    """Also where the space is small enough to be gone through without repeats."""
+    for high in (1000, 1_000_000):
+        space = Space("s", (Objective(name="loss"),), (Dimension("n", "log_int", low=1, high=high),), {})
+        drawn = [chosen["n"] for chosen in itertools.islice(uniform_draws(space, None, 0), 150)]
+        below = sum(number * number < high for number in drawn) / len(drawn)  # half of them without repeats
+        assert 0.1 < below < 0.65
+        assert all(type(number) is int and 1 <= number <= high for number in drawn)
+        distribution = distribution_of(space.dimensions[0])
+        assert isinstance(distribution, optuna.distributions.IntDistribution)
+        assert distribution.log
+
+
+def test_plans_with_a_log_int_batch_are_drawn_by_its_logarithm(tmp_path: Path) -> None:
+    text = DISCRETE.replace("[8, 16]", "{log_int: [1, 512]}").replace("[0.0, 0.1]", "{float: [0.0, 0.1]}")
+    space, enumeration = load(tmp_path, text)
+    drawn = [
+        chosen["hyperparameters.global_batch_size"]
+        for chosen in itertools.islice(uniform_draws(space, enumeration, 0), 300)
+    ]
+    assert 0.4 < sum(int(batch) <= 22 for batch in drawn) / len(drawn) < 0.6

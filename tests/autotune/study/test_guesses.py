@@ -185,6 +185,19 @@ def test_a_space_of_plain_values_takes_whole_numbers_for_real_ones() -> None:
         guess_of({"rate": 3, "fixed": 2}, space)
 
 
+@pytest.mark.parametrize("kind", ["int", "log_int"])
+def test_long_ranges_of_whole_numbers_are_never_listed(kind: Any) -> None:
+    dimensions = (Dimension("steps", kind, low=1, high=2**50), Dimension("x", "float", low=0.0, high=1.0))
+    space = Space("long", (Objective(name="loss"),), dimensions, {})
+    middle = 2**25 if kind == "log_int" else 2**49 + 1
+    assert guess_of({"x": 0.5}, space) == {"steps": middle, "x": 0.5}
+    with pytest.raises(UserError) as error:
+        guess_of({"steps": 0}, space)
+    assert "the nearest is 1;" in str(error.value)
+    with pytest.raises(UserError, match="not in the space"):
+        guess_of({"steps": float("inf")}, space)
+
+
 def test_guesses_run_first_and_are_marked(open_study: OpenStudy) -> None:
     study = open_study(num_trials=6, guesses=[guess(1e-3), guess(2e-3)])
     for _ in range(6):

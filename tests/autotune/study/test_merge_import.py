@@ -115,6 +115,7 @@ def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path)
     def objective(trial: optuna.Trial) -> float:
         rate = trial.suggest_float("learning rate", 1e-4, 1e-1, log=True)
         trial.suggest_int("layers", 2, 8, step=2)
+        trial.suggest_int("width", 4, 4096, log=True)
         trial.suggest_categorical("kind", ["a", "b"])
         trial.suggest_float("dropout", 0.0, 0.5, step=0.1)
         trial.set_user_attr("seconds", 1.5)
@@ -139,6 +140,7 @@ def test_an_optuna_study_keeps_values_failures_and_pruned_trials(tmp_path: Path)
     for row, trial in zip(rows, source.trials, strict=False):
         assert row.origin == f"old/{trial.number}"
         assert row.parameters["learning_rate"] == trial.params["learning rate"]
+        assert row.parameters["width"] == trial.params["width"]
         assert row.parameters["dropout"] == pytest.approx(trial.params["dropout"])
     with sqlite3.connect(tmp_path / "optuna.db") as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",), "left as it was"
