@@ -75,6 +75,8 @@ class Study:
         task: What is trained, for the meta-learned prior (see ``docs/command_sweeps.md``).
         guesses: Values to try first.
         prior: Whether to begin with what earlier training runs say of hyperparameters, where there is a ``task``.
+        fidelity: How trials grow, such as ``{"of": "epochs", "min": 0.1}`` (see ``docs/command_sweeps.md``); None where
+            each is a full training.
 
     Raises:
         UserError: A mistake in any of these, or another space than the study was begun with.
@@ -104,6 +106,7 @@ class Study:
         task: Mapping[str, Any] | None = None,
         guesses: Sequence[Mapping[str, Scalar]] = (),
         prior: bool = True,
+        fidelity: Mapping[str, Any] | None = None,
     ) -> None:
         if folder is not None and name is not None:
             raise UserError("a study has the name of its folder", hint="leave 'name' out, or the folder")
@@ -122,7 +125,7 @@ class Study:
         scratch = Path() if self._scratch is None else Path(self._scratch.name)
         place = scratch / check_name(name or "study", "study") if folder is None else Path(folder)
         self.space: CommandSpace = command_space(
-            space, objectives, constraints=constraints, task=task, name=place.absolute().name
+            space, objectives, constraints=constraints, task=task, fidelity=fidelity, name=place.absolute().name
         )
         chosen = [guess_of(guess, self.space) for guess in guesses]
         task_prior = task_prior_of(self.space, read_rows(default_rows_file())) if prior and task else None
@@ -167,6 +170,7 @@ class Study:
             folder=folder,
             constraints=data.get("constraints", ()),
             task=data.get("task"),
+            fidelity=data.get("fidelity"),
             trials=trials,
             sampler=sampler,
         )

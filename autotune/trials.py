@@ -20,7 +20,8 @@ class Trial:
     number: int
     """In the study, from 0; numbers that were refused or known already are left out."""
     params: Mapping[str, Scalar]
-    """Name -> value: the chosen ones, the fixed ones, and defaults where a value is not searched."""
+    """Name -> value: the chosen ones, the fixed ones (that which grows as far as this trial goes), and defaults where a
+    value is not searched."""
     seed: int
     """For all that is random in it; a function of the study's seed and the trial's place in it."""
     assignment: Assignment
@@ -54,11 +55,13 @@ class TrialResult:
     """Ok and within all bounds."""
     seconds: float | None
     """Wall time."""
+    share: float = 1.0
+    """Share of a full training that it was, where trials grow; only full trainings are feasible."""
 
 
 def trial_of(assignment: Assignment, space: CommandSpace, is_kept: bool) -> Trial:
     """What a study handed out, as its user sees it."""
-    values = {**space.fixed, **assignment.parameters}
+    values = {**space.fixed, **assignment.parameters, **assignment.grown}
     return Trial(assignment.number, values, assignment.seed, assignment, is_kept)
 
 
@@ -76,4 +79,5 @@ def result_of(row: TrialRow) -> TrialResult:
         detail="" if outcome is None else outcome.detail,
         feasible=row.feasible,
         seconds=row.seconds,
+        share=row.share,
     )

@@ -59,6 +59,7 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
             "name": space.name,
             "folder": str(space.folder),
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
+            "rungs": [space.grown(rung) for rung in range(space.fidelity.last + 1)] if space.fidelity else None,
             "num_drawn": num_drawn,
             "refused": dict(refused),
             "first_guesses": [dict(guess) for guess in guesses],
@@ -79,7 +80,12 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
     for dimension in space.dimensions:
         dimensions.add_row(escape(dimension.name), escape(dimension.describe()))
     console.print(dimensions)
-    lines = [f"\nof {num_drawn} candidates drawn at random {len(legal)} are legal"] if refused else []
+    lines = []
+    if space.fidelity is not None:
+        rungs = [space.grown(rung) for rung in range(space.fidelity.last + 1)]
+        told = ", ".join(f"{value:g}" for values in rungs for value in values.values())
+        lines += [f"\ntrials grow from part to part: {', '.join(rungs[0])} {told}"]
+    lines += [f"\nof {num_drawn} candidates drawn at random {len(legal)} are legal"] if refused else []
     lines += [f"  {count} refused: {reason}" for reason, count in refused.most_common(MAX_REASONS)]
     lines += [f"\nin {space.folder}"]
     for title, shown in ((GUESSES_TITLE, guessed), (EXAMPLES_TITLE, commands)):

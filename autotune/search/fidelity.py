@@ -117,7 +117,7 @@ class Forecasts:
                 if link is not None and link.values is not None:
                     mean[row, column] = sign * link.values[objective.name]
             for rung in range(fidelity.last):
-                if objective.name in MEASURED_EXACTLY and fidelity.continues(rung + 1):
+                if objective.name in MEASURED_EXACTLY and fidelity.tells_speed(rung):
                     continue
                 change = _Change.fit(chains, objective, fidelity, rung)
                 for row, link in enumerate(links):

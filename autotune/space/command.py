@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.space.expression import Expression
+from autotune.space.fidelity import ProgramFidelity
 from autotune.space.program import OWN_PLACEHOLDERS, SEED, Program, Template
 from autotune.space.space import Candidate, Scalar, Space
 from autotune.specs.cluster import ClusterSpec
@@ -37,14 +38,23 @@ class CommandSpace(Space):
         known = {LENGTH: self.task[LENGTH]} if LENGTH in self.task else {}
         return {**known, **super().names(chosen)}
 
-    def program(self, chosen: Mapping[str, Scalar], seed: int) -> Program | None:
+    def grown(self, rung: int) -> dict[str, Scalar]:
+        """See ``Space``."""
+        if self.fidelity is None:
+            return {}
+        assert isinstance(self.fidelity, ProgramFidelity)
+        return {self.fidelity.of: self.fidelity.lengths(self.fixed[self.fidelity.of])[rung]}
+
+    def program(
+        self, chosen: Mapping[str, Scalar], seed: int, grown: Mapping[str, Scalar] | None = None
+    ) -> Program | None:
         """See ``Space``."""
         if self.template is None:
             return None
-        values = self.names(chosen)
+        values = {**self.names(chosen), **(grown or {})}
         texts = {name: text_of(values[name]) for name in self.template.names - set(OWN_PLACEHOLDERS)}
         texts[SEED] = str(seed)
-        return Program(self.template, texts, self.objectives, self.folder, self.num_devices(values))
+        return Program(self.template, texts, self.objectives, self.folder, self.num_devices(self.names(chosen)))
 
     @property
     def is_seeded(self) -> bool:

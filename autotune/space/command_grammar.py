@@ -16,10 +16,11 @@ from pydantic import Field
 from autotune.paths import check_name
 from autotune.space.command import CommandSpace
 from autotune.space.expression import Expression, parse_expression
+from autotune.space.fidelity import ProgramFidelity, parse_words
 from autotune.space.forms import RANGES, FormReader, range_hint
 from autotune.space.layers import COMMAND, find_space, merge
 from autotune.space.objectives import QUALITY
-from autotune.space.program import FAILURE, OWN_PLACEHOLDERS, Template
+from autotune.space.program import FAILURE, OWN_PLACEHOLDERS, TRIAL_FOLDER, Template
 from autotune.space.space import Dimension, Scalar
 from autotune.specs.cluster import ClusterSpec, parse_cluster
 from engine.errors import UserError
@@ -67,6 +68,8 @@ class CommandFile(Schema):
     """``trials`` and ``time``."""
     limits: Any = None
     """``time`` and ``memory`` of each trial."""
+    fidelity: Any = None
+    """How trials grow: ``of``, ``min`` and ``eta`` or ``rungs``, ``resumes``; each is a full training by default."""
     task: Any = None
     """What is trained, for the meta-learned prior; with ``roles``."""
 
@@ -88,12 +91,6 @@ def load_command_space(path: str | Path | None, overrides: Sequence[str] = ()) -
     """
     base = YamlDocument({}, "the command line") if path is None else find_space(path)
     document = merge(base, overrides)
-    if "fidelity" in document.data:
-        raise UserError(
-            "trials of a program can't grow: 'fidelity' is for training runs of the engine",
-            hint="leave it out",
-            where=document.where(("fidelity",)),
-        )
     space = _Builder(document, parse(CommandFile, document.data, document=document)).build(
         default_name="sweep" if path is None else Path(path).stem
     )
@@ -112,6 +109,7 @@ def command_space(
     *,
     constraints: Sequence[str] = (),
     task: Mapping[str, Any] | None = None,
+    fidelity: Mapping[str, Any] | None = None,
     name: str = "study",
 ) -> CommandSpace:
     """The space of a Python function, in the words of the grammar.
@@ -121,6 +119,7 @@ def command_space(
         objectives: Name -> direction (or a mapping with ``direction`` and ``bound``), or a list as in a space file.
         constraints: Conditions that every candidate has to meet.
         task: What is trained, for the meta-learned prior; with ``roles``.
+        fidelity: How trials grow, as in a space file; None where each is a full training.
         name: Of the study.
 
     Raises:
@@ -133,6 +132,7 @@ def command_space(
             )
     data = {"objectives": _plain(objectives), "space": _plain(space), "constraints": list(constraints)}
     data |= {"task": _plain(task)} if task else {}
+    data |= {"fidelity": _plain(fidelity)} if fidelity is not None else {}
     return space_of_data(data, name)
 
 
@@ -207,6 +207,7 @@ class _Builder(FormReader):
             constraints=constraints,
             budget=self.budget(file.budget),
             limits=self.limits(file.limits, LIMITS),
+            fidelity=self._fidelity(fixed, template),
             template=template,
             folder=Path(file.folder),
             devices=devices,
@@ -226,6 +227,7 @@ class _Builder(FormReader):
         data |= {"objectives": [objective.to_data() for objective in space.objectives], "space": file.space}
         for key, value in (("constraints", file.constraints), ("limits", file.limits), ("task", file.task)):
             data |= {key: value} if value else {}
+        data |= {"fidelity": space.fidelity.to_data()} if space.fidelity else {}
         return data | ({"devices": file.devices} if space.devices else {})
 
     def _check_objective(self, name: str, path: KeyPath) -> None:
@@ -313,6 +315,37 @@ class _Builder(FormReader):
                     ("space", name),
                 )
         return template
+
+    def _fidelity(self, fixed: Mapping[str, Any], template: Template | None) -> ProgramFidelity | None:
+        """How trials grow, by a fixed number that the program is given."""
+        written, path = parse_words(self._file.fidelity), ("fidelity",)
+        if written is None:
+            return None
+        example = "example: fidelity: {of: epochs, min: 0.1}, with 'epochs: 27' in 'space'"
+        if not isinstance(written, dict) or "of" not in written:
+            self.fail("'fidelity' needs 'of': the value that says how long a trial trains", example, path)
+        of, names = written["of"], self._file.space
+        if not isinstance(of, str) or of not in names:
+            close = difflib.get_close_matches(str(of), sorted(names), n=1)
+            hint = f"did you mean '{close[0]}'?" if close else example
+            self.fail(f"'fidelity.of': nothing is called {of!r}", hint, path)
+        full = None if isinstance(names[of], dict | list) else fixed.get(of)
+        if isinstance(full, bool) or not isinstance(full, int | float) or full <= 0:
+            hint = "give it one positive number: that of a full training"
+            self.fail(f"'fidelity.of': '{of}' is {names[of]!r} in the space", hint, path)
+        fidelity = self.fidelity(self._file.fidelity, ProgramFidelity)
+        assert fidelity is not None
+        lengths = fidelity.lengths(full)
+        if len(set(lengths)) < len(lengths):
+            told = ", ".join(map(str, lengths))
+            self.fail(f"'fidelity': rungs come to the same {of}: {told}", f"take fewer, or a larger '{of}'", path)
+        if template is not None and of not in template.names:
+            hint = f"add it, for example: --{of} {{{of}}}"
+            self.fail(f"'fidelity.of': '{of}' stands nowhere in the command", hint, path)
+        if template is not None and fidelity.resumes and TRIAL_FOLDER not in template.names:
+            hint = "tell it where by {trial_folder}: it resumes from 'checkpoints' there; or leave 'resumes' out"
+            self.fail("'fidelity.resumes': the command does not say where its checkpoints are", hint, path)
+        return fidelity
 
     def _cluster(self) -> ClusterSpec:
         if not isinstance(self._file.cluster, str):

@@ -6,7 +6,10 @@ fidelity: {min: 0.1, eta: 3}                     # 0.111, 0.333, 1
 fidelity: {rungs: [0.2, 0.2, 1], widths: [0.5, 1, 1]}   # first with half as wide a model
 
 Narrower models are trained by the rules of mup relative to the model's own width (``engine.proxy``), so what is best
-for them is best for the model.
+for them is best for the model. Of a user's own program or function a value of its space says how long it trains:
+
+fidelity: {of: epochs, min: 0.1}                 # 3, 9 and 27 epochs, where the space has 27
+fidelity: {of: epochs, rungs: [0.25, 1], resumes: true}
 """
 
 from __future__ import annotations
@@ -90,6 +93,10 @@ class Fidelity(Schema):
         """Whether a rung goes on from the checkpoint of the one before: another width begins anew."""
         return rung > 0 and self.stages[rung].width_ratio == self.stages[rung - 1].width_ratio
 
+    def tells_speed(self, rung: int) -> bool:
+        """Whether speed and memory at a rung are those of the next one, too."""
+        return self.continues(rung + 1)
+
     def share(self, rung: int) -> float:
         """Work of a training up to a rung over that of the full one, 0 to 1: its tokens, times the square of the width
         (nearly all of a model's work is in matrices that are as wide on both sides)."""
@@ -103,6 +110,40 @@ class Fidelity(Schema):
     def cost_from(self, rung: int) -> float:
         """What all rungs from one on cost together."""
         return sum(self.cost(index) for index in range(rung, len(self.rungs)))
+
+
+class ProgramFidelity(Fidelity):
+    """How trials of a user's own program or function grow."""
+
+    of: str
+    """The value that says how long it trains, fixed in the space at that of a full training."""
+    resumes: bool = False
+    """Whether it goes on from what it left in ``checkpoints`` in the trial's folder; else each rung trains from the
+    beginning."""
+
+    @model_validator(mode="after")
+    def _check_widths(self) -> Self:
+        if self.widths:
+            raise ValueError("'widths' is for training runs of the engine: leave it out")
+        return self
+
+    def continues(self, rung: int) -> bool:
+        """See ``Fidelity``."""
+        return self.resumes and super().continues(rung)
+
+    def tells_speed(self, rung: int) -> bool:
+        """Never: what a program calls speed or cost may grow with its training."""
+        return False
+
+    def lengths(self, full: int | float) -> tuple[int | float, ...]:
+        """The value at each rung.
+
+        Args:
+            full: At a full training; whole numbers stay whole.
+        """
+        if isinstance(full, int):
+            return tuple(max(1, round(ratio * full)) for ratio in self.rungs)
+        return tuple(ratio * full for ratio in self.rungs)
 
 
 def _rises(values: tuple[float, ...]) -> bool:

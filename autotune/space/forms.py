@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from autotune.space.expression import Expression, parse_expression
 from autotune.space.fidelity import Fidelity, parse_words
@@ -27,6 +27,7 @@ _NUMBER = r"([-+]?(?:\d+\.\d*|\.?\d+)(?:e[-+]?\d+)?)"
 _LOOSE_RANGE = re.compile(rf"\s*{_NUMBER}\s*(?:\.\.+|…|\bto\b)\s*{_NUMBER}\s*", re.IGNORECASE)
 """A range as people write it."""
 
+SomeFidelity = TypeVar("SomeFidelity", bound=Fidelity)
 Check = Callable[[Any, KeyPath], Any]
 """From a value and its place to the value as it is used; refuses what is not allowed."""
 
@@ -166,10 +167,10 @@ class FormReader:
             TrialLimits, {names[key]: value for key, value in data.items()}, document=self.document, path=("limits",)
         )
 
-    def fidelity(self, written: Any) -> Fidelity | None:
+    def fidelity(self, written: Any, kind: type[SomeFidelity]) -> SomeFidelity | None:
         """How trials grow; None where they don't."""
         words = parse_words(written)
-        return None if words is None else parse(Fidelity, words, document=self.document, path=("fidelity",))
+        return None if words is None else parse(kind, words, document=self.document, path=("fidelity",))
 
     def conditions(self, written: Any, path: KeyPath, known: frozenset[str]) -> tuple[Expression, ...]:
         """A list of conditions.

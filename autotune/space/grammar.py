@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from autotune.paths import check_name
 from autotune.space.enumerate import Enumeration, enumerate_plans
 from autotune.space.expression import Expression, parse_expression
+from autotune.space.fidelity import Fidelity
 from autotune.space.forms import EXAMPLES, RANGES, FormReader
 from autotune.space.layers import MergedDocument, find_space, merge
 from autotune.space.objectives import KNOWN, Objective
@@ -190,7 +191,7 @@ class _Builder(FormReader):
             meshes=meshes,
             budget=self.budget(file.budget),
             limits=self.limits(file.limits, LIMITS),
-            fidelity=self.fidelity(file.fidelity),
+            fidelity=self.fidelity(file.fidelity, Fidelity),
             runtime=self._runtime(cluster, objectives),
             evaluation=self._options("evaluation", EvaluationOptions, file.evaluation),
         )

@@ -199,12 +199,19 @@ class Space:
                 return Candidate(rule="constraint", reason=f"does not hold: {constraint.text}")
         return self._candidate(values, chosen)
 
-    def program(self, chosen: Mapping[str, Any], seed: int) -> Program | None:
+    def grown(self, rung: int) -> dict[str, Scalar]:
+        """What a rung sets in place of fixed values, where trials grow by one of these; else nothing."""
+        return {}
+
+    def program(
+        self, chosen: Mapping[str, Any], seed: int, grown: Mapping[str, Scalar] | None = None
+    ) -> Program | None:
         """The user's own program that a trial of chosen values starts; None where a trial is something else.
 
         Args:
             chosen: Dimension name -> value for every active dimension of a legal candidate.
             seed: The trial's.
+            grown: Of its rung; None for a full training.
         """
         return None
 

@@ -39,9 +39,10 @@ class Assigner:
         trials = self.table.all()
         begun = links_of(number, record, trials)[0]
         seed = derive_seed(self.study_seed, "trial", place_of(begun, trials))
-        config = candidate.run
-        if config is not None and self.space.fidelity is not None and record.role != "repeat":
-            config = run_at(config, self.space.fidelity, record.rung, self._num_devices)
+        config, fidelity = candidate.run, None if record.role == "repeat" else self.space.fidelity
+        grown = {} if fidelity is None else self.space.grown(record.rung)
+        if config is not None and fidelity is not None:
+            config = run_at(config, fidelity, record.rung, self._num_devices)
         if config is not None:
             config = config.changed(
                 name=f"{self.study[:100]}-{number}",
@@ -56,7 +57,8 @@ class Assigner:
             label=candidate.label,
             seed=seed,
             config=config,
-            program=self.space.program(chosen, seed),
+            program=self.space.program(chosen, seed, grown),
+            grown=grown,
             repeat_of=record.of if record.role == "repeat" else None,
             share=record.share,
             cost=record.cost,
@@ -65,16 +67,21 @@ class Assigner:
 
     def prepared(self, assignment: Assignment) -> Assignment:
         """The same with the checkpoint that it goes on from in its folder. Only its owner may ask for it."""
-        if assignment.continues is not None and assignment.config is not None:
-            fidelity, trials = self.space.fidelity, self.table.all()
-            before = record_of(trials[assignment.continues])
-            assert fidelity is not None
-            assert before is not None
-            run = self.space.candidate(assignment.parameters).run
-            assert run is not None
-            if goes_on(run_at(run, fidelity, before.rung, self._num_devices), assignment.config):
-                carry_checkpoint(trial_folder(self.folder, assignment.continues), assignment.folder)
+        if assignment.continues is not None and self._goes_on(assignment, assignment.continues):
+            carry_checkpoint(trial_folder(self.folder, assignment.continues), assignment.folder)
         return assignment
+
+    def _goes_on(self, assignment: Assignment, before: int) -> bool:
+        """Whether a growth goes on from the checkpoint of the number before."""
+        fidelity, trials = self.space.fidelity, self.table.all()
+        record = record_of(trials[before])
+        assert fidelity is not None
+        assert record is not None
+        if assignment.config is None:
+            return fidelity.continues(record.rung + 1)
+        run = self.space.candidate(assignment.parameters).run
+        assert run is not None
+        return goes_on(run_at(run, fidelity, record.rung, self._num_devices), assignment.config)
 
     @property
     def _num_devices(self) -> int:

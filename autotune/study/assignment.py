@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.space.program import Program
@@ -28,6 +28,8 @@ class Assignment:
     """The run of the engine; None for a user's own program or function."""
     program: Program | None = None
     """The user's own program; None for a run of the engine or a function."""
+    grown: Mapping[str, Scalar] = field(default_factory=dict)
+    """What its rung sets in place of the space's fixed values: how long a program or function trains."""
     repeat_of: int | None = None
     """The trial it repeats with another seed."""
     share: float = 1.0

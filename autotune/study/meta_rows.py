@@ -31,7 +31,7 @@ def meta_rows(snapshot: StudySnapshot) -> list[MetaRow]:
     Raises:
         UserError: The study's ``task`` is not known.
     """
-    trials = [row for row in snapshot.trials if row.repeat_of is None]
+    trials = [row for row in snapshot.trials if row.repeat_of is None and row.share == 1]
     if "model" in snapshot.space or not snapshot.space.get("task"):
         rows = [_row(snapshot, row) for row in trials]
     else:

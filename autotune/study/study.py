@@ -249,14 +249,14 @@ class Study:
 
     def _finish(self, assignment: Assignment, outcome: Outcome) -> None:
         fidelity, config, number = self.space.fidelity, assignment.config, assignment.number
+        is_partial = assignment.share < 1
         if fidelity is None or config is None or assignment.repeat_of is not None:
-            self._table.finish(number, outcome)
+            self._table.finish(number, outcome, is_partial=is_partial)
             return
         trials = self._table.all()
         record = record_of(trials[number])
         assert record is not None
         folders = [trial_folder(self.folder, link) for link in links_of(number, record, trials)]
-        is_partial = assignment.share < 1
         self._table.finish(number, outcome, curve_of(config, fidelity, folders), is_partial=is_partial)
         if outcome.kind != "ok" or not is_partial:
             drop_checkpoint(assignment.folder)

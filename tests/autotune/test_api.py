@@ -448,3 +448,30 @@ def test_a_range_of_millions_is_never_listed() -> None:
     assert len({result.params["n"] for result in found.trials}) == 5
     assert found.space.candidate({"n": 10**9}).is_legal
     assert not found.space.candidate({"n": 1.0}).is_legal
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_trials_of_a_function_grow(tmp_path: Path, resumes: bool) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def train(x: float, epochs: int, trial: autotune.Trial) -> float:
+        assert trial.folder is not None
+        checkpoint = trial.folder / "checkpoints" / "epoch"
+        calls.append((epochs, int(checkpoint.read_text()) if checkpoint.exists() else 0))
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.write_text(str(epochs))
+        return (x - 0.3) ** 2 + 1 / epochs
+
+    options: dict[str, Any] = {"folder": tmp_path / "s", "sampler": "random"}
+    options["fidelity"] = {"of": "epochs", "rungs": [0.25, 1], "resumes": resumes}
+    space = {"x": {"float": [0, 1]}, "epochs": 8}
+    with autotune.Study(space, LOSS, **options) as grown:
+        grown.run(train, trials=3)
+        assert {(2, 0), (8, 2 if resumes else 0)} == set(calls)
+        assert {result.share for result in grown.trials} == {0.25, 1.0}
+        assert all(result.share == 1 for result in grown.front)
+    with autotune.Study.open(tmp_path / "s") as again:
+        again.run(train, trials=4)
+        assert sum(row.cost for row in again.snapshot().trials) <= 4 + 1e-9
+    with pytest.raises(UserError, match="fidelity"):
+        autotune.Study(space, LOSS, folder=tmp_path / "s")

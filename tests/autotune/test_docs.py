@@ -63,7 +63,7 @@ def test_examples_of_python(repo_root: Path, folder: Path) -> None:
     for block in blocks(repo_root, page, "python"):
         if NOT_RUN not in block:
             exec(compile(block, page, "exec"), names)
-    other = blocks(repo_root, page, "python")[2].replace("mine", "other")
+    other = next(block for block in blocks(repo_root, page, "python") if "mine" in block).replace("mine", "other")
     exec(compile(other, page, "exec"), {**names})
     source = optuna.create_study(storage="sqlite:///optuna.db", study_name="theirs", direction="minimize")
     source.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)

@@ -90,6 +90,42 @@ def test_a_study_from_sweep_to_apply(folder: Path, capsys: pytest.CaptureFixture
     assert "another space" in error_of(capsys, *sweep, "8", "--param", "y=[1, 2]", "--command", command("{x}", "{y}"))
 
 
+GROWS = """
+import json, os, pathlib, sys
+rate, epochs, folder = float(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
+state = folder / "checkpoints" / "epoch"
+begun = int(state.read_text()) if state.exists() else 0
+state.parent.mkdir(exist_ok=True)
+state.write_text(str(epochs))
+result = {"loss": (rate - 0.3) ** 2 + 1 / epochs, "begun": begun, "epochs": epochs, "seed": int(sys.argv[4])}
+pathlib.Path(os.environ["AUTOTUNE_RESULT"]).write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.dist
+def test_trials_of_a_program_grow_from_their_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "grows.py").write_text(GROWS)
+    line = f"{sys.executable} grows.py {{x}} {{epochs}} {{trial_folder}} {{seed}}"
+    sweep = ["sweep", "--command", line, *INLINE, "--param", "epochs=9", "--study", "s"]
+    sweep += ["--fidelity", "{of: epochs, rungs: [0.333, 1], resumes: true}", "--trials", "3"]
+    assert run_json(capsys, *sweep, "--dry-run")["rungs"] == [{"epochs": 3}, {"epochs": 9}]
+    run_json(capsys, *sweep)
+    rows = {row.number: row for row in load_snapshot(folder / "runs" / "studies" / "s").trials}
+    figures = {number: row.outcome.metrics for number, row in rows.items() if row.outcome}
+    grown = [row for row in rows.values() if row.continues is not None]
+    assert grown
+    for row in grown:
+        before = figures[row.continues]  # type: ignore[index]
+        assert (before["epochs"], before["begun"]) == (3, 0)
+        assert (figures[row.number]["epochs"], figures[row.number]["begun"]) == (9, 3)
+        assert figures[row.number]["seed"] == before["seed"]
+    assert sum(row.cost for row in rows.values()) == pytest.approx(3, abs=0.7)
+    chosen = run_json(capsys, "apply", "s", "-o", "best.json")
+    assert rows[chosen["trial"]].share == 1
+    assert chosen["values"]["epochs"] == 9
+    assert " 9 " in chosen["command"]
+
+
 @pytest.mark.dist
 def test_failures_are_told_and_the_sweep_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "space.yaml").write_text(
@@ -161,7 +197,7 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(
             "none of 1000 candidates drawn",
         ),
         (["sweep", "--command", "python {x}", *INLINE[:-2], "--sampler", "wombat", "--dry-run"], "no sampler 'wombat'"),
-        (["sweep", "--command", "python {x}", *INLINE, "--fidelity", "on", "--trials", "2"], "a program can't grow"),
+        (["sweep", "--command", "python {x}", *INLINE, "--fidelity", "on", "--trials", "2"], "needs 'of'"),
         (["studies", "export", "none"], "there is no study"),
         (["studies", "merge", "a", "--into", "b"], "two different studies"),
         (["studies", "import", "sqlite:///none.db", "b"], "no database"),

@@ -203,3 +203,50 @@ def test_what_stands_in_no_file_is_named_once() -> None:
     with pytest.raises(UserError) as error:
         command_space({"y": [1, 2]}, {"loss": "down"})
     assert str(error.value).count("objectives.loss.direction") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("on", "needs 'of'"),
+        ("[0.25, 1]", "needs 'of'"),
+        ("{of: [layers]}", "nothing is called ['layers']"),
+        ("{of: layer}", "did you mean 'layers'?"),
+        ("{of: batch}", "give it one positive number"),
+        ("{of: layers, rungs: [0.5, 1]}", "'layers' stands nowhere in the command"),
+        ("{of: layers, min: 0.1}", "rungs come to the same layers: 1, 1, 4"),
+        ("{of: layers, widths: [0.5, 1], rungs: [0.5, 1]}", "for training runs of the engine"),
+        ("{of: layers, resume: true}", "resume"),
+    ],
+)
+def test_mistakes_in_how_trials_grow_are_told(tmp_path: Path, written: str, words: str) -> None:
+    path = write(tmp_path, FILE.replace("budget:", f"fidelity: {written}\nbudget:"))
+    with pytest.raises(UserError) as error:
+        load_command_space(path)
+    assert "space.yaml:15" in str(error.value)
+    assert words in str(error.value)
+
+
+def test_a_value_of_the_space_says_how_far_a_rung_trains(tmp_path: Path) -> None:
+    grows = FILE.replace("layers: 4", "layers: 4\n  hours: 0.5").replace(
+        "--seed", "--layers {layers} -t {hours} --seed"
+    )
+    chosen = {"lr": 1e-3, "batch": 16, "opt": "adam"}
+    for of, lengths, texts in (("layers", [1, 4], ["1", "4"]), ("hours", [0.125, 0.5], ["0.125", "0.5"])):
+        path = write(tmp_path, f"{grows}fidelity: {{of: {of}, rungs: [0.25, 1]}}\n")
+        space = load_command_space(path)
+        assert [space.grown(rung)[of] for rung in range(2)] == lengths
+        programs = [space.program(chosen, 7, space.grown(rung)) for rung in range(2)]
+        assert [program.texts[of] for program in programs if program] == texts
+        whole = space.program(chosen, 7)
+        assert whole is not None
+        assert whole.texts[of] == texts[-1]
+        assert space.fidelity is not None
+        assert [space.fidelity.cost(rung) for rung in range(2)] == [0.25, 1.0], "each part from the beginning"
+        assert space_of_data(space.data, "x").fidelity == space.fidelity
+    path = write(tmp_path, f"{grows}fidelity: {{of: layers, rungs: [0.25, 1], resumes: true}}\n")
+    with pytest.raises(UserError, match="where its checkpoints are"):
+        load_command_space(path)
+    space = load_command_space(write(tmp_path, path.read_text().replace("--seed", "--out {trial_folder} --seed")))
+    assert space.fidelity is not None
+    assert [space.fidelity.cost(rung) for rung in range(2)] == [0.25, 0.75]
