@@ -161,7 +161,7 @@ class FormReader:
             names: Key in the file -> field; what is not named is not allowed.
         """
         data = self.section("limits", written or {}, set(names))
-        converters = {"time": parse_duration, "memory": parse_bytes, "heartbeat": parse_duration}
+        converters = {key: parse_bytes if key == "memory" else parse_duration for key in names}
         data = self.converted("limits", data, converters)
         return parse(
             TrialLimits, {names[key]: value for key, value in data.items()}, document=self.document, path=("limits",)

@@ -63,7 +63,12 @@ DECIDED_BY = {
 }
 """Settings of a run that a sweep sets itself -> what decides them."""
 
-LIMITS = {"time": "seconds", "memory": "memory_bytes", "heartbeat": "heartbeat_seconds"}
+LIMITS = {
+    "time": "seconds",
+    "memory": "memory_bytes",
+    "heartbeat": "heartbeat_seconds",
+    "checkpoint": "checkpoint_seconds",
+}
 """Key of ``limits`` -> what it is."""
 
 
@@ -89,7 +94,7 @@ class SpaceFile(Schema):
     budget: Any = None
     """``trials`` and ``time``."""
     limits: Any = None
-    """``time``, ``memory`` and ``heartbeat`` of each trial."""
+    """``time``, ``memory``, ``heartbeat`` and ``checkpoint`` of each trial."""
     runtime: Any = None
     """RuntimeOptions of each trial, but for what the sweep decides (``DECIDED_BY``)."""
     evaluation: Any = None

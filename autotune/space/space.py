@@ -115,6 +115,9 @@ class TrialLimits(Schema):
     """Resident memory of all its processes, written as ``memory`` (``4GiB``); null for its share of the machine."""
     heartbeat_seconds: Positive = 120.0
     """A trial without a step for so long hangs, written as ``heartbeat`` (``60s``)."""
+    checkpoint_seconds: Positive | None = None
+    """A trial writes a checkpoint each so long, to go on from when its machine dies, written as ``checkpoint``
+    (``10m``); null for none: it begins anew."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from autotune.study.command_runner import program_evidence
 from autotune.study.devices import Devices
 from engine.atomic import make_folder, write_text
 from engine.config import RunConfig, dump_run, load_run
-from engine.control import PLANNED_STOP_EXIT_CODE
+from engine.control import PLANNED_STOP_EXIT_CODE, ChangeRequest, TakeCheckpoint, send_request
 from engine.errors import USER_ERROR_EXIT_CODE, UserError
 from engine.outcome import (
     FAILURES_FOLDER,
@@ -41,7 +41,7 @@ from engine.outcome import (
     read_outcome,
     write_outcome,
 )
-from engine.telemetry import TelemetryReader
+from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
 from engine.units import format_duration
 
 RUN_FILE = "run.yaml"
@@ -81,7 +81,7 @@ def run_trial(
     Args:
         config: What to run; written to ``run.yaml``.
         folder: The trial's folder. Checkpoints in it are kept, and continued from; an earlier outcome is removed.
-        limits: Time, memory (null: nine tenths of the machine's) and heartbeat.
+        limits: Time, memory (null: nine tenths of the machine's), heartbeat, and how often it writes a checkpoint.
         devices: Devices to use alone; None for all.
         stop: Asked again and again whether to end early.
         command: Run this instead of the engine; it gets no further arguments.
@@ -136,15 +136,27 @@ class _Watch:
         self.has_begun = False
         self.num_steps = 0
         self.num_tokens = 0
+        self._last_checkpoint = self.started
+        self._awaited: ChangeRequest | None = None
 
     def poll(self) -> None:
-        """Read new telemetry."""
+        """Read new telemetry, and have a checkpoint written when it is time."""
         records = self._reader.poll()
-        if not records:
-            return
-        self.has_begun = True
-        self.last_sign = time.monotonic()
-        self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
+        if records:
+            self.has_begun = True
+            self.last_sign = time.monotonic()
+            self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
+        if self.limits.checkpoint_seconds is not None and self.has_begun:
+            self._keep_checkpoint(records, self.limits.checkpoint_seconds)
+
+    def _keep_checkpoint(self, records: Sequence[StepRecord | EventRecord | AckRecord], every_seconds: float) -> None:
+        if self._awaited is not None:
+            answers = [record.change_id for record in records if isinstance(record, AckRecord)]
+            if self._awaited.change_id in answers:
+                self._awaited, self._last_checkpoint = None, time.monotonic()
+        elif time.monotonic() - self._last_checkpoint >= every_seconds:
+            self._awaited = ChangeRequest(change=TakeCheckpoint(), reason="to go on from, should the machine die")
+            send_request(self.folder, self._awaited)
 
     def verdict(self) -> Outcome | None:
         """Hang or time limit, once reached. Until the first record only the time limit counts: the first trial prepares
@@ -152,7 +164,10 @@ class _Watch:
         now = time.monotonic()
         elapsed, silent = now - self.started, now - self.last_sign
         at = f"at step {self.num_steps}" if self.has_begun else "before its first step"
-        if self.has_begun and silent > self.limits.heartbeat_seconds:
+        patience = self.limits.heartbeat_seconds
+        if self._awaited is not None:  # a large checkpoint takes its time
+            patience += self.limits.checkpoint_seconds or 0.0
+        if self.has_begun and silent > patience:
             return Outcome(kind="hang", detail=f"no sign of life for {format_duration(silent)} {at}")
         if elapsed > self.limits.seconds:
             limit = f"time limit of {format_duration(self.limits.seconds)} reached {at}"

@@ -249,16 +249,15 @@ class Study:
 
     def _finish(self, assignment: Assignment, outcome: Outcome) -> None:
         fidelity, config, number = self.space.fidelity, assignment.config, assignment.number
-        is_partial = assignment.share < 1
-        if fidelity is None or config is None or assignment.repeat_of is not None:
-            self._table.finish(number, outcome, is_partial=is_partial)
-            return
-        trials = self._table.all()
-        record = record_of(trials[number])
-        assert record is not None
-        folders = [trial_folder(self.folder, link) for link in links_of(number, record, trials)]
-        self._table.finish(number, outcome, curve_of(config, fidelity, folders), is_partial=is_partial)
-        if outcome.kind != "ok" or not is_partial:
+        is_partial, curve = assignment.share < 1, None
+        if fidelity is not None and config is not None and assignment.repeat_of is None:
+            trials = self._table.all()
+            record = record_of(trials[number])
+            assert record is not None
+            folders = [trial_folder(self.folder, link) for link in links_of(number, record, trials)]
+            curve = curve_of(config, fidelity, folders)
+        self._table.finish(number, outcome, curve, is_partial=is_partial)
+        if config is not None and (outcome.kind != "ok" or not is_partial):  # what a program keeps is its own
             drop_checkpoint(assignment.folder)
 
     def release(self, assignment: Assignment) -> None:

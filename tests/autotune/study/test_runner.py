@@ -17,6 +17,7 @@ from autotune.study.assignment import Assignment
 from autotune.study.child import Stop, end_recorded
 from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
 from autotune.study.runner import _Watch, engine_command, evidence, run_trial
+from autotune.study.study import Study
 from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
 from engine.plan import Plan
@@ -164,6 +165,54 @@ def test_evidence_counts_only_for_its_own_configuration(tmp_path: Path) -> None:
 def test_an_earlier_outcome_is_no_outcome_of_the_next_attempt(tmp_path: Path) -> None:
     assert run(tmp_path, "ok").kind == "ok"
     assert run(tmp_path, "killed").kind == "infra"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_trial_whose_machine_dies_goes_on_from_its_last_checkpoint(
+    open_study: Callable[..., Study], tmp_path: Path
+) -> None:
+    changes = ("workload.total_tokens=8192", "workload.sequence_length=64", "evaluation.max_tokens=2048")
+    changes += ("space.plan={micro_batch_size: [1, 2]}",)
+    study = open_study("s", "limits.checkpoint=100ms", "runtime.step_delay_seconds=0.1", *changes, num_trials=1)
+    assert study.space.limits.checkpoint_seconds == 0.1
+    assignment = study.ask()
+    assert isinstance(assignment, Assignment)
+    assert assignment.config is not None
+
+    def kill() -> Stop:
+        if list(assignment.folder.glob("checkpoints/step-*/manifest.json")):
+            for process in marked_processes(recorded_mark(assignment.folder) or ""):
+                process.kill()
+        return Stop.NO
+
+    killed = run_trial(assignment.config, assignment.folder, limits=study.space.limits, stop=kill)
+    assert killed.kind == "infra"
+    limits = study.space.limits.changed(checkpoint_seconds=None)
+    outcome = run_trial(assignment.config, assignment.folder, limits=limits)
+    assert outcome.kind == "ok", outcome.detail
+    assert "resumed at step" in (assignment.folder / "stdout.log").read_text()
+    fast = assignment.config.changed(runtime=assignment.config.runtime.changed(step_delay_seconds=0.0))
+    whole = run_trial(fast, tmp_path / "whole", limits=limits)
+    assert (whole.held_out_loss, whole.num_steps) == (outcome.held_out_loss, outcome.num_steps)
+    study.tell(assignment, outcome)
+    assert not (assignment.folder / "checkpoints").exists()
+
+
+def test_a_large_checkpoint_is_no_hang(tmp_path: Path) -> None:
+    watch = _Watch(tmp_path, TrialLimits(seconds=100.0, heartbeat_seconds=5.0, checkpoint_seconds=10.0))
+    watch.has_begun = True
+    watch.last_sign = watch._last_checkpoint = time.monotonic() - 12.0
+    assert watch.verdict() is not None
+    watch.poll()
+    assert len(list((tmp_path / "control").glob("*.json"))) == 1
+    assert watch.verdict() is None
+    watch.poll()
+    assert len(list((tmp_path / "control").glob("*.json"))) == 1, "asked once"
+    watch.last_sign -= 4.0
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert verdict.kind == "hang"
 
 
 def test_runs_in_threads_at_the_same_time(tmp_path: Path) -> None:
