@@ -5,7 +5,7 @@ of the same 1000 Adam configurations at 51 points. A search takes configurations
 on. Its result is the best validation loss of a configuration that it trained to the end, as regret against the best of
 the table, over the distance from the best to the median (0: the best; 1: no better than the middle of the table).
 
-    python benchmarks/fidelity.py [--shared ../shared] [--seeds 20] [--samplers random tpe]
+    python benchmarks/fidelity.py [--shared ../shared] [--samplers random:20 tpe:20 joint:20]
 
 Searches that are in ``runs/benchmarks/fidelity.jsonl`` are not run again. Writes ``benchmarks/results/fidelity.json``.
 """
@@ -16,7 +16,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -217,8 +217,16 @@ def key_of(method: Method, budget: int, seed: int) -> str:
     return json.dumps([*method, budget, seed])
 
 
-def missing(log: Path, methods: Sequence[Method], seeds: int, tables: Sequence[Table]) -> dict[str, list[float]]:
+def missing(
+    log: Path, methods: Sequence[Method], seeds: Mapping[str, int], tables: Sequence[Table]
+) -> dict[str, list[float]]:
     """Run the searches that the log lacks. A budget is a search of its own: what is kept for the end depends on it.
+
+    Args:
+        log: Of all searches.
+        methods: What to run.
+        seeds: Sampler -> how many.
+        tables: The tasks.
 
     Returns:
         Key -> regret on each task.
@@ -226,8 +234,8 @@ def missing(log: Path, methods: Sequence[Method], seeds: int, tables: Sequence[T
     done: dict[str, list[float]] = {}
     for run in run_log.read(log):
         done.update(run)
-    for seed in range(seeds):
-        for method in methods:
+    for seed in range(max(seeds.values())):
+        for method in (method for method in methods if seed < seeds[method.sampler]):
             for budget in BUDGETS:
                 key = key_of(method, budget, seed)
                 if key not in done:
@@ -257,22 +265,29 @@ def _cell(words: str, cell: dict[str, float]) -> str:
     return f"{cell['regret']:.3f}{change}"
 
 
+def _seeds(word: str) -> tuple[str, int]:
+    name, _, count = word.partition(":")
+    return name, int(count)
+
+
 def main() -> int:
     """Run what is missing, print the table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="reference data")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--samplers", nargs="+", default=["random", "tpe"])
+    parser.add_argument(
+        "--samplers", nargs="+", type=_seeds, default=[("random", 20), ("tpe", 20), ("joint", 20)], metavar="NAME:SEEDS"
+    )
     parser.add_argument("--log", type=Path, default=Path("runs/benchmarks/fidelity.jsonl"))
     options = parser.parse_args()
+    seeds = dict(options.samplers)
     methods = [
         Method(sampler, ladder, policy)
-        for sampler in options.samplers
+        for sampler in seeds
         for ladder, policy in [("", "full"), *((ladder, policy) for ladder in LADDERS for policy in POLICIES)]
     ]
     tables = read_tables(options.shared / "data" / "hpo" / "taskset_rnn9.parquet")
-    done = missing(options.log, methods, options.seeds, tables)
-    rows = {method.words: row_of(done, method, options.seeds) for method in methods}
+    done = missing(options.log, methods, seeds, tables)
+    rows = {method.words: row_of(done, method, seeds[method.sampler]) for method in methods}
     lines = [
         "| proposals, policy (rungs) | " + " | ".join(f"{budget} full trainings" for budget in BUDGETS) + " |",
         "|---" * (1 + len(BUDGETS)) + "|",
@@ -280,13 +295,14 @@ def main() -> int:
     for words, row in rows.items():
         cells = [_cell(words, cell) for cell in row]
         lines.append(f"| {words} | {' | '.join(cells)} |")
+    told = ", ".join(f"{name} {count}" for name, count in seeds.items())
     result = {
         "title": "Trials that grow against full trainings, at equal tokens",
-        "setup": f"TaskSet, {len(tables)} text tasks, {options.seeds} seeds; mean regret over the distance from the"
+        "setup": f"TaskSet, {len(tables)} text tasks, {told} seeds; mean regret over the distance from the"
         " best to the median of the table; in brackets the change against full trainings with the same proposals, ± one"
         " standard error over seeds",
         "lines": lines,
-        "arguments": {"seeds": options.seeds, "samplers": options.samplers},
+        "arguments": ["--samplers", *(f"{name}:{count}" for name, count in seeds.items())],
         "rows": rows,
         "versions": {name: version(name) for name in ("optuna", "numpy")},
     }

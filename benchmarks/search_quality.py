@@ -155,7 +155,7 @@ METHODS = (
     Method("CMA-ES", rival("CMA-ES"), 50, 20),
     Method("Optuna GP", rival("Optuna GP"), 25, 2),
     Method("Optuna GP, capped", rival("Optuna GP", is_capped=True), 25, 2),
-    Method(AX, rival("Ax"), 25, 2),
+    Method(AX, rival("Ax"), 25, 6),
     Method("SMAC", rival("SMAC"), 25, 2),
     Method("HEBO", rival("HEBO"), 25, 1),
 )

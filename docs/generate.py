@@ -84,7 +84,9 @@ def _with_results(page: str, names: tuple[str, ...]) -> str:
 def _section(path: Path, heading: str) -> list[str]:
     """One result file: its title, how it was made, and its lines."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    command = " ".join(["python", f"benchmarks/{path.stem}.py", *result.get("arguments", [])])
+    arguments = result.get("arguments", [])
+    assert isinstance(arguments, list), f"{path.name}: 'arguments' is a list of words"
+    command = " ".join(["python", f"benchmarks/{path.stem}.py", *arguments])
     return [f"{heading} {result['title']}", "", f"`{command}`, {result['setup']}", "", *result["lines"]]
 
 

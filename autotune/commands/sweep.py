@@ -84,7 +84,11 @@ def command(
     runs_dir: Annotated[Path, typer.Option(help="Folder of studies and jobs.")] = DEFAULT_RUNS,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value.")] = None,
     fidelity: Annotated[
-        str | None, typer.Option(metavar="RUNGS", help="How trials grow: on, off, '[0.25, 1]', '{min: 0.1, eta: 3}'.")
+        str | None,
+        typer.Option(
+            metavar="RUNGS",
+            help="How trials grow: on, off, '[0.25, 1]', '{min: 0.1, eta: 3}'; of a program '{of: epochs, min: 0.1}'.",
+        ),
     ] = None,
     sampler: Annotated[
         str | None, typer.Option(metavar="NAME", help="What proposes candidates; may change when a study goes on.")
