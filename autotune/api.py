@@ -25,6 +25,7 @@ from autotune.search.samplers import DEFAULT_SAMPLER, make_sampler
 from autotune.search.warm_start import task_prior_of
 from autotune.space.command import CommandSpace
 from autotune.space.command_grammar import command_space
+from autotune.space.fidelity import ProgramFidelity
 from autotune.space.objectives import Objective
 from autotune.space.space import Scalar, TrialLimits
 from autotune.study.assignment import Assignment
@@ -127,6 +128,11 @@ class Study:
         self.space: CommandSpace = command_space(
             space, objectives, constraints=constraints, task=task, fidelity=fidelity, name=place.absolute().name
         )
+        if not self._is_kept and _resumes(self.space):
+            raise UserError(
+                "'fidelity.resumes': without a folder nothing is kept to go on from",
+                hint="give the study a folder, or leave 'resumes' out",
+            )
         chosen = [guess_of(guess, self.space) for guess in guesses]
         task_prior = task_prior_of(self.space, read_rows(default_rows_file())) if prior and task else None
         if self._is_stored:
@@ -420,6 +426,11 @@ class _Caller:
             return
         always = {*self.space.fixed, *(d.name for d in self.space.dimensions if d.when is None)}
         trial = {TRIAL_ARGUMENT} & set(signature.parameters)
+        if not trial and _resumes(self.space):
+            raise UserError(
+                "'fidelity.resumes': the function does not see its trial's folder, so it can't go on from there",
+                hint=f"give it a parameter {TRIAL_ARGUMENT!r}: its checkpoints are in trial.folder / 'checkpoints'",
+            )
         for names in (always, always | {d.name for d in self.space.dimensions}):
             try:
                 signature.bind(**dict.fromkeys(names | trial))
@@ -453,6 +464,11 @@ class _Limited:
     def close(self) -> None:
         """See ``Executor``."""
         self.executor.close()
+
+
+def _resumes(space: CommandSpace) -> bool:
+    """Whether trials go on from what earlier ones left."""
+    return isinstance(space.fidelity, ProgramFidelity) and space.fidelity.resumes
 
 
 def _check_numbers(trials: int | None, seed: int | None) -> None:

@@ -20,7 +20,7 @@ class Trial:
     number: int
     """In the study, from 0; numbers that were refused or known already are left out."""
     params: Mapping[str, Scalar]
-    """Name -> value: the chosen ones, the fixed ones (that which grows as far as this trial goes), and defaults where a
+    """Name -> value: the chosen ones, the fixed ones (the one that grows at this trial's length), and defaults where a
     value is not searched."""
     seed: int
     """For all that is random in it; a function of the study's seed and the trial's place in it."""

@@ -41,6 +41,8 @@ class TakeCheckpoint(Schema):
     """Write a checkpoint now; the acknowledgement's data has its ``path``."""
 
     kind: Literal["checkpoint"] = "checkpoint"
+    keep: bool = True
+    """Keep it beside the newest of all, until the next one that is to be kept."""
 
 
 class RollBack(Schema):

@@ -8,21 +8,40 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
+from pydantic import Field
 
 from engine.config import RuntimeOptions
 from engine.context import ParallelContext
 from engine.memory.tracker import LiveStorageTracker
+from engine.schema import Schema
 from engine.step import Stepper, StepResult
 
 _MAX_STEPS_KEPT = 8192
 """Newest timed steps whose median is told; the speed counts all of them."""
+MAX_CARRIED = 256
+"""Newest steps whose times and losses a checkpoint carries."""
+
+
+class Measured(Schema):
+    """What a run has measured so far; part of every checkpoint, so that a process started anew tells of all of it."""
+
+    timed_seconds: float = 0.0
+    """Time of the steps that count."""
+    timed_tokens: int = 0
+    """Their tokens."""
+    step_seconds: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Times of the newest of them."""
+    peak_memory_bytes: int | None = None
+    """The largest of all ranks."""
+    losses: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Newest training losses."""
 
 
 class Meter:
@@ -85,6 +104,28 @@ class Meter:
         """Steps this process ran, timed or not."""
         return self._num_steps
 
+    def so_far(self, losses: Sequence[float]) -> Measured:
+        """What a checkpoint carries on; called on all ranks.
+
+        Args:
+            losses: Newest training losses.
+        """
+        peaks = [peak for peak in self._context.gather(self._own_peak()) if peak is not None]
+        return Measured(
+            timed_seconds=self._timed_seconds,
+            timed_tokens=self._timed_tokens,
+            step_seconds=tuple(self._timed_steps)[-MAX_CARRIED:],
+            peak_memory_bytes=max(peaks, default=None),
+            losses=tuple(losses)[-MAX_CARRIED:],
+        )
+
+    def go_on(self, before: Measured) -> None:
+        """Go on from what an earlier process measured."""
+        self._timed_seconds += before.timed_seconds
+        self._timed_tokens += before.timed_tokens
+        self._timed_steps.extend(before.step_seconds)
+        self._peak_memory_bytes = before.peak_memory_bytes
+
     def memory_bytes(self) -> int:
         """Memory in use now: allocated on the device (CUDA), else resident in this process."""
         if self._context.device.type == "cuda":
@@ -114,13 +155,15 @@ class Meter:
             "wall_seconds": time.time() - self.start_time,
         }
 
+    def _own_peak(self) -> int | None:
+        if self._context.device.type != "cuda":
+            return self._peak_memory_bytes
+        return max(torch.cuda.max_memory_allocated(self._context.device), self._peak_memory_bytes or 0)
+
     def _own_resources(self) -> dict[str, Any]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        peak = self._peak_memory_bytes
-        if self._context.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._context.device)
         return {
-            "peak_memory_bytes": peak,
+            "peak_memory_bytes": self._own_peak(),
             # Linux counts kilobytes, macOS bytes.
             "max_resident_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
             "cpu_seconds": usage.ru_utime + usage.ru_stime,

@@ -100,7 +100,7 @@ class RequestDesk:
 
     @_apply.register
     def _take_checkpoint(self, change: TakeCheckpoint) -> dict[str, Any]:
-        return {"path": str(self._trainer.save_checkpoint(requested=True))}
+        return {"path": str(self._trainer.save_checkpoint(requested=change.keep))}
 
     @_apply.register
     def _roll_back(self, change: RollBack) -> dict[str, Any]:

@@ -124,6 +124,8 @@ class Trainer:
         self._desk: RequestDesk | None = None
         self._exit_code: int | None = None
         self._losses: deque[float] = deque(maxlen=max(1, (self._end_step - self._branch_start) // 10))
+        if self.resumed_from and config.branch is None:
+            self._carry_on(self.resumed_from.manifest)
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -188,6 +190,12 @@ class Trainer:
             source, stepper = Path(self.config.runtime.init_from), self._stepper
             self.context.together(lambda: stepper.load_full_weights(import_weights(source, stepper.spec)))
         return checkpoint
+
+    def _carry_on(self, before: Manifest) -> None:
+        """Take over what an earlier process measured; speed and memory only if they are those of this plan."""
+        self._losses.extend(before.measured.losses)
+        if before.plan == self.config.plan:
+            self._meter.go_on(before.measured)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take parameters, optimizer state, random numbers and position from a checkpoint."""
@@ -356,6 +364,7 @@ class Trainer:
             num_skipped_steps=self.state.num_skipped_steps,
             random_uses=self._stepper.generators.state_dict(),
             losses=self._guard.history,
+            measured=self._meter.so_far(self._losses),
             identity=self.identity,
             requested=requested,
             **self._settings(),
@@ -523,12 +532,11 @@ class Trainer:
         A process that had nothing left to train takes the measurements from the outcome that the folder has.
         """
         measured = self._meter.results(all_ranks=not alone)
-        if self._meter.num_steps == 0:
-            previous = read_outcome(self._folder)
+        measured["train_loss"] = sum(self._losses) / len(self._losses) if self._losses else None
+        if self._meter.num_steps == 0 and (previous := read_outcome(self._folder)):
             kept = ("tokens_per_second", "step_seconds", "peak_memory_bytes", "train_loss")
-            measured |= {name: getattr(previous, name) for name in kept} if previous else {}
-        else:
-            measured["train_loss"] = sum(self._losses) / len(self._losses) if self._losses else None
+            told = {name: getattr(previous, name) for name in kept}
+            measured |= {name: value for name, value in told.items() if value is not None}
         return Outcome(
             kind=kind,
             detail=detail,

@@ -48,18 +48,20 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
         UserError: No candidate is legal.
     """
     from autotune.search.seeds import derive_seed
+    from autotune.space.command import text_of
 
     legal, refused = _draw(space, derive_seed(seed, "uniform", 0))
     candidates, num_drawn = legal[:NUM_SHOWN_CANDIDATES], len(legal) + sum(refused.values())
     commands, guessed = (
         [_program(space, chosen).arguments(Path("TRIAL_FOLDER")) for chosen in shown] for shown in (candidates, guesses)
     )
+    rungs = [space.grown(rung) for rung in range(space.fidelity.last + 1)] if space.fidelity else []
     if as_json:
         data = {
             "name": space.name,
             "folder": str(space.folder),
             "dimensions": {dimension.name: dimension.describe() for dimension in space.dimensions},
-            "rungs": [space.grown(rung) for rung in range(space.fidelity.last + 1)] if space.fidelity else None,
+            "rungs": rungs,
             "num_drawn": num_drawn,
             "refused": dict(refused),
             "first_guesses": [dict(guess) for guess in guesses],
@@ -81,9 +83,8 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
         dimensions.add_row(escape(dimension.name), escape(dimension.describe()))
     console.print(dimensions)
     lines = []
-    if space.fidelity is not None:
-        rungs = [space.grown(rung) for rung in range(space.fidelity.last + 1)]
-        told = ", ".join(f"{value:g}" for values in rungs for value in values.values())
+    if rungs:
+        told = ", ".join(text_of(value) for values in rungs for value in values.values())
         lines += [f"\ntrials grow from part to part: {', '.join(rungs[0])} {told}"]
     lines += [f"\nof {num_drawn} candidates drawn at random {len(legal)} are legal"] if refused else []
     lines += [f"  {count} refused: {reason}" for reason, count in refused.most_common(MAX_REASONS)]

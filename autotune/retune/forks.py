@@ -16,6 +16,7 @@ from autotune.retune.actions import TryLearningRate
 from autotune.retune.canary import ArmResult
 from autotune.retune.children import end_child, start_child
 from engine.atomic import make_folder, write_text
+from engine.checkpoint_folders import checkpoint_folders
 from engine.config import BranchOptions, CheckpointOptions, EvaluationOptions, LoggingOptions, RunConfig, dump_run
 from engine.outcome import read_outcome
 from engine.plan import Plan
@@ -132,7 +133,7 @@ class ForkRunner:
 
     def last_checkpoint(self, factor: float) -> str | None:
         """Where the fork of a ``start`` trial ended; None when it did not."""
-        paths = sorted((self._arm_folder(factor) / "checkpoints").glob("step-*"))
+        paths = checkpoint_folders(self._arm_folder(factor))
         return str(paths[-1]) if paths else None
 
     def _arm_folder(self, factor: float) -> Path:

@@ -11,6 +11,7 @@ from autotune.retune.live import held_checkpoints, hold_checkpoint
 from autotune.retune.policy import MAX_RECOVERIES, RECOVERY_FACTOR, choose_recovery
 from autotune.twin.health import best_step
 from autotune.twin.twin import Twin
+from engine.checkpoint_folders import checkpoint_folders
 from engine.config import RunConfig
 from engine.control import ChangeRequest, RollBack, SetLearningRateScale, SetMicroBatch, send_request
 from engine.outcome import Outcome
@@ -75,7 +76,7 @@ def revive(folder: Path, config: RunConfig, outcome: Outcome) -> bool:
 def _way_back(folder: Path, twin: Twin, memory: Memory, outcome: Outcome) -> RollBack | SetLearningRateScale | None:
     """Back to a checkpoint; from the beginning, at a lower rate, when the end came before there was any."""
     if not held_checkpoints(folder):  # the end came before the retuner had put one aside
-        for path in sorted((folder / "checkpoints").glob("step-*")):
+        for path in checkpoint_folders(folder):
             hold_checkpoint(folder, str(path))
     held = held_checkpoints(folder)
     if not held and memory.num_recoveries < MAX_RECOVERIES:

@@ -19,7 +19,7 @@ from engine.yaml_file import KeyPath
 
 RANGES = ("int", "log_int", "float", "log_float")
 """Forms that have two ends."""
-MAX_NUMBER = {"int": 2**53, "log_int": 2**53, "float": 1e300, "log_float": 1e300}
+MAX_NUMBER = {"int": 2**53, "log_int": 2**40, "float": 1e300, "log_float": 1e300}
 """Beyond these the search, which counts in floats, could not tell numbers apart."""
 EXAMPLES = "examples: [1, 2, 4]; {log_float: [1e-4, 1e-2]}; {int: [8, 64], step: 8}"
 
@@ -170,7 +170,10 @@ class FormReader:
     def fidelity(self, written: Any, kind: type[SomeFidelity]) -> SomeFidelity | None:
         """How trials grow; None where they don't."""
         words = parse_words(written)
-        return None if words is None else parse(kind, words, document=self.document, path=("fidelity",))
+        if words is None:
+            return None
+        words = self.section("fidelity", words, {"min", *kind.model_fields})
+        return parse(kind, words, document=self.document, path=("fidelity",))
 
     def conditions(self, written: Any, path: KeyPath, known: frozenset[str]) -> tuple[Expression, ...]:
         """A list of conditions.

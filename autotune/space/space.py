@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from autotune.space.expression import Expression
 from autotune.space.fidelity import Fidelity
@@ -110,14 +112,21 @@ class TrialLimits(Schema):
     """Limits of each trial."""
 
     seconds: Positive = 600.0
-    """Wall time, written as ``time`` (``90s``)."""
+    """Wall time of each attempt, written as ``time`` (``90s``)."""
     memory_bytes: Count | None = None
     """Resident memory of all its processes, written as ``memory`` (``4GiB``); null for its share of the machine."""
     heartbeat_seconds: Positive = 120.0
     """A trial without a step for so long hangs, written as ``heartbeat`` (``60s``)."""
     checkpoint_seconds: Positive | None = None
-    """A trial writes a checkpoint each so long, to go on from when its machine dies, written as ``checkpoint``
-    (``10m``); null for none: it begins anew."""
+    """Time between checkpoints, from which another attempt goes on when the machine died, written as ``checkpoint``
+    (``5m``); null for none: it begins anew."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.checkpoint_seconds is not None and self.checkpoint_seconds >= self.seconds:
+            times = f"({self.checkpoint_seconds:g} s and {self.seconds:g} s)"
+            raise ValueError(f"'checkpoint' is not below 'time' {times}, so none would ever be written")
+        return self
 
 
 @dataclass(frozen=True)

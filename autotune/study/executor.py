@@ -47,7 +47,7 @@ class Executor(Protocol):
 
         Args:
             assignment: The trial.
-            limits: Time, memory and heartbeat. No memory limit: the trial's share of its machine's, by devices.
+            limits: Its limits. No memory limit: the trial's share of its machine's, by devices.
             stop: Asked again and again whether to end early.
             on_start: Called once the trial has its devices.
             on_waiting: Called once when it has been waiting for devices that others hold.

@@ -21,6 +21,7 @@ from autotune.search.curves import Curve
 from autotune.space.fidelity import Fidelity
 from autotune.study.record import Record, record_of
 from engine.atomic import make_folder
+from engine.checkpoint_folders import CHECKPOINTS_FOLDER
 from engine.config import RunConfig
 from engine.errors import UserError
 from engine.proxy import proxy_run
@@ -28,8 +29,6 @@ from engine.rules import check_run
 from engine.schedule import learning_rate_at
 from engine.telemetry import StepRecord, TelemetryReader
 
-CHECKPOINTS_FOLDER = "checkpoints"
-"""Where the engine keeps a run's checkpoints, in its folder."""
 NUM_SCHEDULE_POINTS = 512
 """Places at which a schedule is summed up."""
 

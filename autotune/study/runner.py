@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -45,6 +46,8 @@ from engine.telemetry import AckRecord, EventRecord, StepRecord, TelemetryReader
 from engine.units import format_duration
 
 RUN_FILE = "run.yaml"
+CHECKPOINT_PATIENCE_SECONDS = 600.0
+"""A checkpoint that was asked for may take so long: until then a trial that is silent does not hang."""
 
 
 def engine_command(config: RunConfig, folder: Path) -> list[str]:
@@ -136,13 +139,17 @@ class _Watch:
         self.has_begun = False
         self.num_steps = 0
         self.num_tokens = 0
-        self._last_checkpoint = self.started
+        self._last_checkpoint = math.inf
+        """When the last one was written or given up; the first is due that long after the first step."""
         self._awaited: ChangeRequest | None = None
+        self._asked = 0.0
 
     def poll(self) -> None:
         """Read new telemetry, and have a checkpoint written when it is time."""
         records = self._reader.poll()
         if records:
+            if not self.has_begun:
+                self._last_checkpoint = time.monotonic()
             self.has_begun = True
             self.last_sign = time.monotonic()
             self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
@@ -150,12 +157,15 @@ class _Watch:
             self._keep_checkpoint(records, self.limits.checkpoint_seconds)
 
     def _keep_checkpoint(self, records: Sequence[StepRecord | EventRecord | AckRecord], every_seconds: float) -> None:
+        now = time.monotonic()
         if self._awaited is not None:
             answers = [record.change_id for record in records if isinstance(record, AckRecord)]
-            if self._awaited.change_id in answers:
-                self._awaited, self._last_checkpoint = None, time.monotonic()
-        elif time.monotonic() - self._last_checkpoint >= every_seconds:
-            self._awaited = ChangeRequest(change=TakeCheckpoint(), reason="to go on from, should the machine die")
+            if self._awaited.change_id in answers or now - self._asked > CHECKPOINT_PATIENCE_SECONDS:
+                self._awaited, self._last_checkpoint = None, now
+        elif now - self._last_checkpoint >= every_seconds:
+            change = TakeCheckpoint(keep=False)
+            self._awaited = ChangeRequest(change=change, reason="to go on from, should the machine die")
+            self._asked = now
             send_request(self.folder, self._awaited)
 
     def verdict(self) -> Outcome | None:
@@ -164,9 +174,7 @@ class _Watch:
         now = time.monotonic()
         elapsed, silent = now - self.started, now - self.last_sign
         at = f"at step {self.num_steps}" if self.has_begun else "before its first step"
-        patience = self.limits.heartbeat_seconds
-        if self._awaited is not None:  # a large checkpoint takes its time
-            patience += self.limits.checkpoint_seconds or 0.0
+        patience = self.limits.heartbeat_seconds + (CHECKPOINT_PATIENCE_SECONDS if self._awaited else 0.0)
         if self.has_begun and silent > patience:
             return Outcome(kind="hang", detail=f"no sign of life for {format_duration(silent)} {at}")
         if elapsed > self.limits.seconds:

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.atomic import make_folder, sync_folder, write_json
+from engine.checkpoint_folders import CHECKPOINTS_FOLDER, MANIFEST_FILE
 from engine.config import RunConfig
 from engine.context import ParallelContext
 from engine.errors import UserError
 from engine.loss_guard import LossHistory
+from engine.measure import Measured
 from engine.plan import Plan
 from engine.schema import Schema
 from engine.spec import Hyperparameters, ModelSpec
 
-CHECKPOINTS_FOLDER = "checkpoints"
-MANIFEST_FILE = "manifest.json"
 _LATER = ("previous_load", "load_forecast", "load_forecast.num_steps")
 """Ends of names of tensors that older checkpoints lack: loads of experts, which are zero before the first step."""
 
@@ -57,6 +57,8 @@ class Manifest(Schema):
     """How often each named random stream was used: the whole state of the random numbers."""
     losses: LossHistory = LossHistory()
     """What the loss guard knows."""
+    measured: Measured = Measured()
+    """What was measured up to here."""
     handled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Ids of the newest change requests that were answered."""
     identity: dict[str, Any]
@@ -66,7 +68,7 @@ class Manifest(Schema):
     world_size: int
     """Ranks of that plan."""
     requested: bool = False
-    """Whether somebody asked for it; the newest such one is kept beside the newest of all."""
+    """Whether somebody asked for it to be kept; the newest such one is, beside the newest of all."""
     time: float = Field(default_factory=time.time)
     """Unix time."""
     file_bytes: dict[str, int] = Field(default_factory=dict)

@@ -475,3 +475,30 @@ def test_trials_of_a_function_grow(tmp_path: Path, resumes: bool) -> None:
         assert sum(row.cost for row in again.snapshot().trials) <= 4 + 1e-9
     with pytest.raises(UserError, match="fidelity"):
         autotune.Study(space, LOSS, folder=tmp_path / "s")
+
+
+def test_a_function_that_could_not_go_on_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fidelity": {"of": "epochs", "rungs": [0.25, 1], "resumes": True}}
+    space = {"x": {"float": [0, 1]}, "epochs": 8}
+    with pytest.raises(UserError, match="without a folder"):
+        autotune.Study(space, LOSS, **options)
+    with autotune.Study(space, LOSS, folder=tmp_path / "s", **options) as kept, pytest.raises(UserError) as error:
+        kept.run(lambda x, epochs: x / epochs, trials=2)
+    assert "trial.folder / 'checkpoints'" in str(error.value)
+    assert not kept.trials
+
+
+def test_the_budget_counts_what_whole_numbers_come_to() -> None:
+    lengths: list[int] = []
+
+    def train(x: float, epochs: int) -> float:
+        lengths.append(epochs)
+        return x + 1 / epochs
+
+    grown = autotune.Study(
+        {"x": {"float": [0, 1]}, "epochs": 3}, LOSS, sampler="random", fidelity={"of": "epochs", "rungs": [0.1, 1]}
+    )
+    grown.run(train, trials=6)
+    assert set(lengths) == {1, 3}
+    assert sum(lengths) / 3 == pytest.approx(sum(row.cost for row in grown.snapshot().trials))
+    assert sum(lengths) / 3 <= 6 + 1e-9

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.store import MANIFEST_FILE
-from engine.config import dump_run
+from engine.checkpoint_folders import MANIFEST_FILE
+from engine.config import RunConfig, dump_run
 from engine.context import open_context
 from engine.data.corpus import prepare_corpus
 from engine.outcome import read_outcome
@@ -230,6 +230,51 @@ def test_finished_run_trains_nothing_and_keeps_its_measurements(corpus: Path, wh
     after = outcome_of(tmp_path)
     for name in ("held_out_loss", "tokens_per_second", "train_loss", "num_steps"):
         assert getattr(after, name) == getattr(before, name)
+
+
+MEASURED = ("tokens_per_second", "step_seconds", "peak_memory_bytes", "train_loss")
+
+
+def measured_run(corpus: Path, **sections: Any) -> RunConfig:
+    checkpoint = {"every_steps": 1, "keep": 10}
+    return tiny_run(corpus, checkpoint=checkpoint, runtime={"measure_memory": True}, **sections)
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """What a machine leaves that dies soon after a checkpoint."""
+    (folder / "outcome.json").unlink()
+    for later in range(step + 1, NUM_STEPS + 1):
+        shutil.rmtree(folder / "checkpoints" / f"step-{later:08d}")
+
+
+@pytest.mark.parametrize("step", [NUM_STEPS, NUM_STEPS - 1])
+def test_a_process_started_at_the_end_tells_what_the_earlier_one_measured(
+    corpus: Path, tmp_path: Path, step: int
+) -> None:
+    """Not the speed of the one step that it does itself, which is its first."""
+    assert train(measured_run(corpus), tmp_path, "--quiet") == 0
+    before, records = outcome_of(tmp_path), sorted(steps(tmp_path).items())
+    cut_back(tmp_path, step)
+    assert train(measured_run(corpus), tmp_path, "--quiet") == 0
+    after = outcome_of(tmp_path)
+    timed = [record.step_seconds for number, record in records if record.timed and number <= step]
+    assert after.tokens_per_second == pytest.approx(len(timed) * 64 / sum(timed), rel=1e-9)
+    assert (after.peak_memory_bytes, after.train_loss) == (before.peak_memory_bytes, before.train_loss)
+    assert all(getattr(after, name) for name in MEASURED)
+
+
+def test_another_plan_has_a_speed_and_a_memory_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    assert train(measured_run(corpus), tmp_path, "--quiet") == 0
+    before = outcome_of(tmp_path)
+    cut_back(tmp_path, 2)
+    (tmp_path / "telemetry.jsonl").unlink()
+    assert train(measured_run(corpus, plan={"micro_batch_size": 4}), tmp_path, "--quiet") == 0
+    after = outcome_of(tmp_path)
+    timed = [record.step_seconds for record in steps(tmp_path).values() if record.timed]
+    assert len(timed) == NUM_STEPS - 4
+    assert after.tokens_per_second == pytest.approx(len(timed) * 64 / sum(timed), rel=1e-9)
+    assert after.peak_memory_bytes
+    assert after.peak_memory_bytes != before.peak_memory_bytes
 
 
 def test_checkpoint_of_another_run_is_refused_with_the_difference(

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from autotune.retune.ledger import Ledger
+from engine.checkpoint_folders import MANIFEST_FILE
 from engine.config import RunConfig, load_run
 from engine.control import (
     PLANNED_STOP_EXIT_CODE,
@@ -59,6 +60,7 @@ class FakeRun:
         path = self.folder / "checkpoints" / f"step-{self.state['step']:08d}"
         path.mkdir(parents=True, exist_ok=True)
         (path / "state.json").write_text(json.dumps(self.state))
+        (path / MANIFEST_FILE).write_text("{}")
         return path
 
     def record(self, kind: str, data: dict[str, object]) -> None:

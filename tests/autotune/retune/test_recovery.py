@@ -9,6 +9,7 @@ from autotune.retune.ledger import Ledger
 from autotune.retune.live import held_checkpoints, hold_checkpoint
 from autotune.retune.policy import RECOVERY_FACTOR
 from autotune.retune.recovery import revive
+from engine.checkpoint_folders import MANIFEST_FILE
 from engine.config import RunConfig
 from engine.control import Change, ControlInbox, RollBack, SetLearningRateScale
 from engine.outcome import Outcome
@@ -46,7 +47,7 @@ def diverge(job: Path, config: RunConfig) -> bool:
 def checkpoint(job: Path, step: int) -> Path:
     path = job / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "state.json").write_text("{}")
+    (path / MANIFEST_FILE).write_text("{}")
     return path
 
 
@@ -77,7 +78,13 @@ def test_an_end_before_the_retuner_held_the_checkpoint_it_asked_for_goes_back_to
     assert isinstance(change, RollBack)
     assert change.scale == pytest.approx(RECOVERY_FACTOR * SCALE)
     assert change.checkpoint == held_checkpoints(job)[0].path  # where the trainer's pruning can't take it
-    assert (Path(change.checkpoint) / "state.json").exists()
+    assert (Path(change.checkpoint) / MANIFEST_FILE).exists()
+
+
+def test_a_half_written_checkpoint_is_none(config: RunConfig, job: Path) -> None:
+    (checkpoint(job, 10) / MANIFEST_FILE).unlink()
+    assert diverge(job, config)
+    assert request(job) == SetLearningRateScale(scale=RECOVERY_FACTOR * SCALE)
 
 
 def test_a_held_checkpoint_is_preferred_to_later_ones_of_the_run(config: RunConfig, job: Path) -> None:

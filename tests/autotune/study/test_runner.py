@@ -16,7 +16,7 @@ from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import Stop, end_recorded
 from autotune.study.processes import MARK, marked_processes, new_mark, recorded_mark
-from autotune.study.runner import _Watch, engine_command, evidence, run_trial
+from autotune.study.runner import CHECKPOINT_PATIENCE_SECONDS, _Watch, engine_command, evidence, run_trial
 from autotune.study.study import Study
 from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
@@ -172,7 +172,7 @@ def test_an_earlier_outcome_is_no_outcome_of_the_next_attempt(tmp_path: Path) ->
 def test_a_trial_whose_machine_dies_goes_on_from_its_last_checkpoint(
     open_study: Callable[..., Study], tmp_path: Path
 ) -> None:
-    changes = ("workload.total_tokens=8192", "workload.sequence_length=64", "evaluation.max_tokens=2048")
+    changes = ("workload.total_tokens=16384", "workload.sequence_length=64", "evaluation.max_tokens=2048")
     changes += ("space.plan={micro_batch_size: [1, 2]}",)
     study = open_study("s", "limits.checkpoint=100ms", "runtime.step_delay_seconds=0.1", *changes, num_trials=1)
     assert study.space.limits.checkpoint_seconds == 0.1
@@ -195,24 +195,45 @@ def test_a_trial_whose_machine_dies_goes_on_from_its_last_checkpoint(
     fast = assignment.config.changed(runtime=assignment.config.runtime.changed(step_delay_seconds=0.0))
     whole = run_trial(fast, tmp_path / "whole", limits=limits)
     assert (whole.held_out_loss, whole.num_steps) == (outcome.held_out_loss, outcome.num_steps)
+    assert (whole.peak_memory_bytes, whole.train_loss) == (outcome.peak_memory_bytes, outcome.train_loss)
     study.tell(assignment, outcome)
     assert not (assignment.folder / "checkpoints").exists()
 
 
 def test_a_large_checkpoint_is_no_hang(tmp_path: Path) -> None:
-    watch = _Watch(tmp_path, TrialLimits(seconds=100.0, heartbeat_seconds=5.0, checkpoint_seconds=10.0))
+    limits = TrialLimits(seconds=1e6, heartbeat_seconds=5.0, checkpoint_seconds=10.0)
+    watch = _Watch(tmp_path, limits)
+    watch.poll()
+    assert not (tmp_path / "control").exists(), "nothing to write before the first step"
     watch.has_begun = True
     watch.last_sign = watch._last_checkpoint = time.monotonic() - 12.0
     assert watch.verdict() is not None
     watch.poll()
-    assert len(list((tmp_path / "control").glob("*.json"))) == 1
+    (sent,) = (tmp_path / "control").glob("*.json")
     assert watch.verdict() is None
     watch.poll()
-    assert len(list((tmp_path / "control").glob("*.json"))) == 1, "asked once"
-    watch.last_sign -= 4.0
+    assert list((tmp_path / "control").glob("*.json")) == [sent], "asked once"
+    watch.last_sign -= CHECKPOINT_PATIENCE_SECONDS
     verdict = watch.verdict()
     assert verdict is not None
     assert verdict.kind == "hang"
+
+
+def test_a_checkpoint_that_is_never_answered_is_asked_for_again(tmp_path: Path) -> None:
+    watch = _Watch(tmp_path, TrialLimits(checkpoint_seconds=10.0))
+    watch.has_begun = True
+    for asked in (1, 2):
+        watch._last_checkpoint = time.monotonic() - 12.0
+        watch.poll()
+        assert len(list((tmp_path / "control").glob("*.json"))) == asked
+        watch._asked -= CHECKPOINT_PATIENCE_SECONDS + 1.0
+        watch.poll()
+        assert watch._awaited is None
+
+
+def test_checkpoints_that_would_never_be_written_are_refused() -> None:
+    with pytest.raises(ValueError, match="not below 'time'"):
+        TrialLimits(seconds=60.0, checkpoint_seconds=60.0)
 
 
 def test_runs_in_threads_at_the_same_time(tmp_path: Path) -> None:
