@@ -521,7 +521,12 @@ class Study:
 
     def _fresh(self, number: int, candidate: Candidate, chosen: Mapping[str, Scalar], record: Record) -> Assignment:
         assignment = self._assigner.assignment(number, candidate, chosen, record)
-        if assignment.folder.exists():  # of a number that was lost when an older journal was put back
+        if assignment.folder.exists():
+            trials = self._table.all()
+            lease = lease_of(trials[number], trials)
+            if lease is None or lease.attempt > 1:
+                raise UpdateFinishedTrialError("another driver took it over")
+            # Of a number that was lost when an older journal was put back.
             end_recorded(assignment.folder)
             shutil.rmtree(assignment.folder)
         return self._assigner.prepared(self._hold(assignment, 1))
