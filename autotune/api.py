@@ -32,6 +32,7 @@ from autotune.study.assignment import Assignment
 from autotune.study.child import Stop
 from autotune.study.driver import Driver, FirstFailures, Silent
 from autotune.study.function_executor import FunctionExecutor, Measured, TrialFailed, call, outcome_of_failure
+from autotune.study.growth import with_checkpoint
 from autotune.study.guesses import guess_of
 from autotune.study.measured import outcome_of_measured
 from autotune.study.record import trial_folder
@@ -216,7 +217,7 @@ class Study:
         if isinstance(result, TrialFailed):
             outcome = outcome_of_failure(result)
         else:
-            outcome = outcome_of_measured(result, self.space.objectives)
+            outcome = with_checkpoint(outcome_of_measured(result, self.space.objectives), trial.assignment)
         self._study.tell(trial.assignment, outcome)
         del self._asked[trial.number]  # not when the storage fails: it may be told again then
 
@@ -326,19 +327,19 @@ class Study:
     @property
     def trials(self) -> list[TrialResult]:
         """All trials, by number."""
-        return [result_of(row) for row in self.snapshot().trials]
+        return [result_of(row, self.space) for row in self.snapshot().trials]
 
     @property
     def front(self) -> list[TrialResult]:
         """The Pareto front of the feasible trials, by number."""
-        return [result_of(row) for row in front_trials(self.snapshot())]
+        return [result_of(row, self.space) for row in front_trials(self.snapshot())]
 
     @property
     def best(self) -> TrialResult | None:
         """The best feasible trial; of several objectives the knee of the front. None while there is none."""
         snapshot = self.snapshot()
         knee = knee_trial(snapshot, front_trials(snapshot))
-        return None if knee is None else result_of(knee)
+        return None if knee is None else result_of(knee, self.space)
 
     def snapshot(self) -> StudySnapshot:
         """The study now as plain data, for ``reports`` and ``autotune.apply``."""

@@ -42,7 +42,7 @@ class TrialResult:
     number: int
     """In the study."""
     params: Mapping[str, Scalar]
-    """Name -> chosen value."""
+    """As of ``Trial``: what the function was called with."""
     state: str
     """``ok``; the kind of its failure; ``running``; or ``waiting`` to be run (again)."""
     values: Mapping[str, float] | None
@@ -65,14 +65,14 @@ def trial_of(assignment: Assignment, space: CommandSpace, is_kept: bool) -> Tria
     return Trial(assignment.number, values, assignment.seed, assignment, is_kept)
 
 
-def result_of(row: TrialRow) -> TrialResult:
+def result_of(row: TrialRow, space: CommandSpace) -> TrialResult:
     """A row of a snapshot, as a user of Python sees it."""
     outcome = row.outcome
     objectives = row.values or {}
     metrics = {} if outcome is None else {k: v for k, v in outcome.metrics.items() if k not in objectives}
     return TrialResult(
         number=row.number,
-        params=row.parameters,
+        params={**space.fixed, **row.parameters, **(space.grown(row.rung) if row.share < 1 else {})},
         state=row.state if outcome is None else outcome.kind,
         values=row.values,
         metrics=metrics,

@@ -231,10 +231,10 @@ def get_statuses(snapshot: StudySnapshot) -> dict[int, str]:
             status = trial.outcome.kind
         elif trial.values is None:
             status = "incomplete"
-        elif trial.repeat_of is not None:
-            status = "repeat"
         elif trial.share < 1:
             status = "partial"
+        elif trial.repeat_of is not None:
+            status = "repeat"
         elif not trial.feasible:
             status = "infeasible"
         elif knee is not None and trial.number == knee.number:

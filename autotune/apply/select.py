@@ -239,6 +239,12 @@ def _nothing_fits(snapshot: StudySnapshot, bounds: Sequence[Objective]) -> UserE
         pending = sum(trial.outcome is None for trial in snapshot.trials)
         parts = [f"{count} {kind}" for kind, count in failures.most_common()]
         parts += [f"{pending} without an outcome yet"] if pending else []
+        num_parts = sum(trial.values is not None and trial.share < 1 for trial in snapshot.trials)
+        if num_parts:
+            return UserError(
+                f"no candidate of study {snapshot.name} has been trained in full yet, {num_parts} are in part",
+                hint="go on with the sweep",
+            )
         return UserError(
             f"study {snapshot.name} has no successful trial to pick ({', '.join(parts) or 'no trials at all'})",
             hint=f"see why with: autotune report {snapshot.name}",

@@ -85,7 +85,8 @@ def print_dry_run(space: CommandSpace, guesses: Sequence[Mapping[str, Scalar]], 
     lines = []
     if rungs:
         told = ", ".join(text_of(value) for values in rungs for value in values.values())
-        lines += [f"\ntrials grow from part to part: {', '.join(rungs[0])} {told}"]
+        from_where = "the part before" if space.fidelity and space.fidelity.continues(1) else "the beginning"
+        lines += [f"\ntrials grow from part to part: {', '.join(rungs[0])} {told}; each goes on from {from_where}"]
     lines += [f"\nof {num_drawn} candidates drawn at random {len(legal)} are legal"] if refused else []
     lines += [f"  {count} refused: {reason}" for reason, count in refused.most_common(MAX_REASONS)]
     lines += [f"\nin {space.folder}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +39,8 @@ class Summary:
     state: str
     """``running``, ``stopped`` or ``done``, or what is wrong with it."""
     num_finished: int = 0
+    num_trainings: float = 0.0
+    """What they come to in full trainings, which the budget counts; differs where trials grow."""
     num_asked: int | None = None
     num_feasible: int = 0
     created: str = ""
@@ -72,7 +73,8 @@ def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
     table = Table("study", "state", "trials", "feasible", "created", box=None, header_style="dim")
     for summary in summaries:
         asked = f" of {summary.num_asked}" if summary.num_asked is not None else ""
-        trials = f"{summary.num_finished}{asked}"
+        done = f"{summary.num_trainings:.4g}"
+        trials = f"{done}{asked}" + (f" in {summary.num_finished} parts" if done != str(summary.num_finished) else "")
         table.add_row(summary.name, escape(summary.state), trials, str(summary.num_feasible), summary.created)
     Console().print(table)
 
@@ -225,16 +227,16 @@ def _summary_of(snapshot: StudySnapshot) -> Summary:
     state = "stopped"
     if is_running(snapshot.folder):
         state = "running"
-    elif asked is not None and _is_used_up(counted, asked):
+    elif asked is not None and _is_used_up(snapshot, asked):
         state = "done"
     num_feasible = sum(row.feasible for row in counted)
-    return Summary(snapshot.name, state, num_finished, asked, num_feasible, snapshot.created)
+    return Summary(snapshot.name, state, num_finished, snapshot.spent, asked, num_feasible, snapshot.created)
 
 
-def _is_used_up(rows: Sequence[TrialRow], num_trials: int) -> bool:
+def _is_used_up(snapshot: StudySnapshot, num_trials: int) -> bool:
     """Whether no full training is left of a budget."""
-    left = num_trials - sum(row.cost for row in rows if row.outcome is not None)
-    return left < 1 if any(row.share < 1 for row in rows) else left <= 0
+    left = num_trials - snapshot.spent
+    return left < 1 if snapshot.is_growing else left <= 0
 
 
 def _state(row: TrialRow) -> str:

@@ -122,8 +122,7 @@ def command(
     from autotune.search.samplers import make_sampler
     from autotune.search.warm_start import task_prior_of
     from autotune.space.command import CommandSpace
-    from autotune.space.layers import Override
-    from autotune.space.load import inline_overrides, load_any_space
+    from autotune.space.load import fidelity_override, inline_overrides, load_any_space
     from autotune.study.guesses import read_guesses
     from autotune.study.preflight import check_data
     from autotune.study.study import Study
@@ -131,7 +130,7 @@ def command(
 
     overrides: list[str] = [*inline_overrides(command_, param or (), objective or ())]
     overrides += [*(set_ or []), *([f"cluster={json.dumps(cluster)}"] if cluster else [])]
-    overrides += [Override(f"fidelity={fidelity}", f"--fidelity {fidelity}")] if fidelity else []
+    overrides += [fidelity_override(space, overrides, fidelity)] if fidelity else []
     loaded, enumeration = load_any_space(space, overrides)
     machines = loaded.cluster
     assert machines is not None, "programs and training runs have machines"
@@ -448,7 +447,7 @@ def ending_remarks(
     if ending is not Nothing.DONE or num_trials is None:
         return []
     ended, ended_before = ([row for row in study.trials if row.outcome is not None] for study in (after, before))
-    spent = sum(row.cost for row in ended if row.repeat_of is None)
+    spent = after.spent
     remarks = []
     if len(ended) == len(ended_before):
         remarks.append(f"nothing was run: the study has {spent:.4g} trials already; give a larger --trials for more")

@@ -112,7 +112,7 @@ class SweepView:
             total = f"/{self._num_trials}" if self._num_trials is not None else ""
             place = f"[{self._spent:.4g}{total}]" if assignment.repeat_of is None else "[repeat]"
             has_doubled = self._num_finished.bit_count() == 1  # 1, 2, 4, 8 ...
-        values = self._values_text(outcome)
+        values = self._values_text(outcome, assignment.share)
         if has_doubled:
             self._tell_remarks()
         self._line(f"{place} trial {assignment.number}: {describe(assignment)}: {values}")
@@ -150,12 +150,13 @@ class SweepView:
         if objective.name not in self._best or sign * value < sign * self._best[objective.name][0]:
             self._best[objective.name] = (value, number)
 
-    def _values_text(self, outcome: Outcome) -> str:
+    def _values_text(self, outcome: Outcome, share: float) -> str:
         took = f" ({format_duration(outcome.wall_seconds)})" if outcome.wall_seconds is not None else ""
         values = measured_values(outcome, self._objectives)
         if values is None:
             return f"{outcome.kind}: {outcome.detail}{took}"
-        beyond = "" if is_feasible(values, self._objectives) else ", beyond a bound"
+        is_beyond = share == 1 and not is_feasible(values, self._objectives)  # a part may still come within
+        beyond = ", beyond a bound" if is_beyond else ""
         return ", ".join(_told(objective, values[objective.name]) for objective in self._objectives) + beyond + took
 
     def _render(self) -> RenderableType:

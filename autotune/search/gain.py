@@ -74,5 +74,8 @@ def is_enough(sampler: Sampler, state: SearchState, least_ratio: float) -> bool:
 
 
 def _is_result(observation: Observation) -> bool:
-    """Whether a trial ended and says something of its candidate for the first time."""
-    return observation.state != "refused" and tells(observation) and observation.repeat_of is None
+    """Whether a trial ended and says something of its candidate for the first time. The part of a training that did
+    well says it later: no part is on the front."""
+    if observation.state == "refused" or not tells(observation) or observation.repeat_of is not None:
+        return False
+    return observation.fidelity == 1 or observation.state == "failed"

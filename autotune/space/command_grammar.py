@@ -338,7 +338,11 @@ class _Builder(FormReader):
         lengths = fidelity.lengths(full)
         if len(set(lengths)) < len(lengths):
             told = ", ".join(map(str, lengths))
-            self.fail(f"'fidelity': rungs come to the same {of}: {told}", f"take fewer, or a larger '{of}'", path)
+            self.fail(
+                f"'fidelity': rungs come to the same {of}: {told}",
+                f"take a larger 'min', fewer rungs, or a larger '{of}'",
+                path,
+            )
         fidelity = fidelity.changed(rungs=tuple(length / full for length in lengths))  # whole numbers were rounded
         if template is not None and of not in template.names:
             hint = f"add it, for example: --{of} {{{of}}}"

@@ -54,11 +54,17 @@ class Fidelity(Schema):
         if not isinstance(data, dict) or "rungs" in data:
             if isinstance(data, dict) and "min" in data:
                 raise ValueError("'rungs' says where the first rung is: leave 'min' out")
+            rungs = data.get("rungs") if isinstance(data, dict) else None
+            if isinstance(rungs, list) and any(isinstance(rung, int | float) and rung > 1 for rung in rungs):
+                raise ValueError(f"'rungs' are shares of a full training, such as [0.25, 1]; got {rungs}")
             return data
         least, eta = data.get("min", DEFAULT_MIN), data.get("eta", DEFAULT_ETA)
         numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (least, eta)]
         if not all(numbers) or not 0 < least < 1 or not eta > 1:
             raise ValueError(f"'min' must be between 0 and 1 and 'eta' above 1, got {least!r} and {eta!r}")
+        if least * eta > 1 + 1e-9:
+            most = f"{1 / eta:.3g}"
+            raise ValueError(f"with eta {eta:g} no rung lies between 'min' {least:g} and 1: take 'min' up to {most}")
         rungs = [1.0]
         while rungs[0] / eta >= least * (1 - 1e-9):
             rungs.insert(0, rungs[0] / eta)

@@ -26,6 +26,8 @@ EXAMPLES = "examples: [1, 2, 4]; {log_float: [1e-4, 1e-2]}; {int: [8, 64], step:
 _NUMBER = r"([-+]?(?:\d+\.\d*|\.?\d+)(?:e[-+]?\d+)?)"
 _LOOSE_RANGE = re.compile(rf"\s*{_NUMBER}\s*(?:\.\.+|…|\bto\b)\s*{_NUMBER}\s*", re.IGNORECASE)
 """A range as people write it."""
+_INLINE_RANGE = re.compile(r"\s*(int|log_int|float|log_float)\s*\((.*)\)\s*")
+"""A range as it stands on the command line."""
 
 SomeFidelity = TypeVar("SomeFidelity", bound=Fidelity)
 Check = Callable[[Any, KeyPath], Any]
@@ -67,6 +69,8 @@ class FormReader:
         """
         if isinstance(written, str) and (found := _LOOSE_RANGE.fullmatch(written)):
             self.fail(f"'{name}': {written!r} is no range", range_hint(found[1], found[2]), path)
+        if isinstance(written, str) and (found := _INLINE_RANGE.fullmatch(written)):
+            self.fail(f"'{name}': {written!r} is no range here", f"write {{{found[1]}: [{found[2]}]}}", path)
 
     def section(self, name: str, value: Any, allowed: set[str]) -> dict[str, Any]:
         """A mapping that has only allowed keys.
@@ -248,9 +252,13 @@ class FormReader:
         if not isinstance(value, list | tuple) or len(value) != 2:
             self.fail(f"'{name}.{form}' must be [low, high], got {value!r}", f"example: {{{form}: [1, 8]}}", path)
         low, high = (check(item, path) for item in value)
-        numbers = int if form in ("int", "log_int") else int | float
-        if isinstance(low, bool) or not isinstance(low, numbers) or not isinstance(high, numbers):
-            self.fail(f"'{name}' is not a number, so it has no range", "list its values instead", path)
+        for end in (low, high):
+            if isinstance(end, bool) or not isinstance(end, int | float):
+                hint = "a range has two numbers; else list the values"
+                self.fail(f"'{name}.{form}' is a range of numbers, got {end!r}", hint, path)
+            if form in ("int", "log_int") and not isinstance(end, int):
+                hint = f"write {int(end)}" if end.is_integer() else f"round it, or use {form.replace('int', 'float')}"
+                self.fail(f"'{name}.{form}' is a range of whole numbers, got {end}", hint, path)
         if max(abs(low), abs(high)) > MAX_NUMBER[form]:
             self.fail(f"'{name}.{form}' reaches beyond {MAX_NUMBER[form]:g}, got {value}", "correct the two ends", path)
         is_log = form in ("log_int", "log_float")

@@ -8,10 +8,12 @@ from pathlib import Path
 from autotune.space.command import CommandSpace
 from autotune.space.command_grammar import is_command_space, load_command_space
 from autotune.space.enumerate import Enumeration
+from autotune.space.fidelity import parse_words
 from autotune.space.grammar import load_space
 from autotune.space.layers import COMMAND, Override, find_space, merge, shipped_spaces
 from autotune.space.training import TrainingSpace
 from engine.errors import UserError
+from engine.yaml_file import YamlDocument, parse_yaml
 
 NEEDED = ("model", "workload", "space")
 """Sections that a space of training runs can't do without."""
@@ -84,6 +86,26 @@ def inline_overrides(command: str | None, params: Sequence[str], objectives: Seq
         value = words[0] if len(words) == 1 else f"{{direction: {words[0]}, bound: {words[1]}}}"
         overrides.append(Override(f"objectives.{name}={value}", f"--objective {objective}"))
     return overrides
+
+
+def fidelity_override(path: str | Path | None, overrides: Sequence[str], written: str) -> Override:
+    """How trials grow, as told on the command line, as an override: what it does not say of a program (``of``,
+    ``resumes``) stays as the space has it.
+
+    Args:
+        path: The space's file; None where it stands on the command line alone.
+        overrides: All others.
+        written: Rungs, ``on``, ``off`` or a mapping.
+    """
+    import json
+
+    given = f"--fidelity {written}"
+    words = parse_words(parse_yaml(written, given).data)
+    base = merge(YamlDocument({}, "the command line") if path is None else find_space(path), overrides)
+    present = base.data.get("fidelity")
+    if isinstance(words, dict) and isinstance(present, dict):
+        words = {**{key: present[key] for key in ("of", "resumes") if key in present}, **words}
+    return Override(f"fidelity={json.dumps(words)}", given)
 
 
 def _quoted(text: str) -> str:

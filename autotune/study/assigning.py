@@ -49,6 +49,7 @@ class Assigner:
                 runtime=config.runtime.changed(seed=seed),
                 origin={"study": self.study, "trial": str(number)},
             )
+        goes_further = fidelity is not None and record.rung < fidelity.last and fidelity.continues(record.rung + 1)
         return Assignment(
             number=number,
             attempt=1,
@@ -59,6 +60,7 @@ class Assigner:
             config=config,
             program=self.space.program(chosen, seed, grown),
             grown=grown,
+            leaves_checkpoint=config is None and goes_further,
             repeat_of=record.of if record.role == "repeat" else None,
             share=record.share,
             cost=record.cost,

@@ -36,6 +36,9 @@ class Assignment:
     """Share of the full training that is done at its end."""
     cost: float = 1.0
     """What it uses of the budget, in full trainings."""
+    leaves_checkpoint: bool = False
+    """A part of a training of a user's program or function that says that it goes on: it has to leave something to go
+    on from in ``checkpoints`` of its folder."""
     continues: int | None = None
     """The trial that trained its candidate before; its checkpoint is in the folder, unless it was lost."""
 

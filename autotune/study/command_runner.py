@@ -33,6 +33,7 @@ from autotune.study.child import (
     start_child,
 )
 from autotune.study.devices import Devices
+from autotune.study.growth import with_checkpoint
 from autotune.study.measured import outcome_of_measured
 from engine.atomic import make_folder, write_json
 from engine.errors import UserError
@@ -77,7 +78,7 @@ def run_program(
     for name in (OUTCOME_FILE, RESULT_FILE):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / TRIAL_FILE, _description(assignment, program))
-    outcome = _run(folder, program, limits, devices, stop)
+    outcome = with_checkpoint(_run(folder, program, limits, devices, stop), assignment)
     write_outcome(folder, outcome)
     return outcome
 

@@ -10,6 +10,7 @@ from autotune.space.objectives import Objective
 from autotune.space.space import TrialLimits
 from autotune.study.assignment import Assignment
 from autotune.study.child import Stop
+from autotune.study.growth import with_checkpoint
 from autotune.study.measured import outcome_of_measured
 from engine.errors import UserError
 from engine.outcome import FAILURE_KINDS, Outcome, OutcomeKind
@@ -66,7 +67,7 @@ def call(function: TrialFunction, assignment: Assignment, objectives: Sequence[O
     """The outcome of a call. Exceptions are outcomes; Ctrl-C passes through."""
     started, cpu_started = time.monotonic(), time.thread_time()
     try:
-        outcome = outcome_of_measured(function(assignment), objectives)
+        outcome = with_checkpoint(outcome_of_measured(function(assignment), objectives), assignment)
     except TrialFailed as failure:
         outcome = outcome_of_failure(failure)
     except SystemExit as end:

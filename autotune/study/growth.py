@@ -19,11 +19,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.search.curves import Curve
 from autotune.space.fidelity import Fidelity
+from autotune.study.assignment import Assignment
 from autotune.study.record import Record, record_of
 from engine.atomic import make_folder
 from engine.checkpoint_folders import CHECKPOINTS_FOLDER
 from engine.config import RunConfig
 from engine.errors import UserError
+from engine.outcome import Outcome
 from engine.proxy import proxy_run
 from engine.rules import check_run
 from engine.schedule import learning_rate_at
@@ -70,6 +72,16 @@ def carry_checkpoint(earlier: Path, later: Path) -> None:
     if source.is_dir() and not target.exists():
         make_folder(later)
         os.rename(source, target)
+
+
+def with_checkpoint(outcome: Outcome, assignment: Assignment) -> Outcome:
+    """The outcome of a program or function, unless it left no checkpoint where it has to: then it would begin anew on
+    the next rung, unnoticed, and at another cost than is counted."""
+    folder = assignment.folder / CHECKPOINTS_FOLDER
+    if outcome.kind != "ok" or not assignment.leaves_checkpoint or (folder.is_dir() and any(folder.iterdir())):
+        return outcome
+    detail = f"it left nothing in {CHECKPOINTS_FOLDER!r} of its trial's folder to go on from ('fidelity.resumes')"
+    return Outcome(kind="user", detail=detail, metrics=outcome.metrics)
 
 
 def drop_checkpoint(folder: Path) -> None:

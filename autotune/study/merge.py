@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
+from autotune.search.fidelity import TOLERANCE
 from autotune.study.child import STDOUT_FILE
 from autotune.study.command_runner import TRIAL_FILE
 from autotune.study.record import (
@@ -85,7 +87,7 @@ def merge_studies(sources: Sequence[Path], folder: Path) -> Merged:
     for source in read:
         merger.add(source)
     merged = merger.result()
-    finish_draft(draft, folder, first.file, merged.num_trials)
+    finish_draft(draft, folder, first.file, merger.num_trainings)
     return merged
 
 
@@ -164,10 +166,16 @@ class _Merger:
         self._outcomes: dict[tuple[str, str], int] = {}
         self._seeded: dict[tuple[str, int, int, str], int] = {}
         self._num_trials = self._num_repeats = self._num_same = self._num_unfinished = 0
+        self._spent = 0.0
 
     def result(self) -> Merged:
         """What was done."""
         return Merged(self._num_trials, self._num_repeats, self._num_same, self._num_unfinished)
+
+    @property
+    def num_trainings(self) -> int:
+        """Full trainings that the trials come to, which a budget counts."""
+        return math.ceil(self._spent - TOLERANCE)
 
     def add(self, source: _Source) -> None:
         """Copy the finished trials of a study."""
@@ -205,6 +213,7 @@ class _Merger:
         template = copy.copy(trial)
         template.user_attrs = {**trial.user_attrs, RECORD_KEY: changed.encode()}
         number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._study_id, template))
+        self._spent += changed.cost if changed.role in ("trial", "growth") else 0.0
         if changed.role == "trial":
             self._first[record.key] = number
             self._num_trials += 1

@@ -172,6 +172,7 @@ def trial_rows(trials: Sequence[FrozenTrial], objectives: Sequence[Objective], f
                 attempts=lease.attempt if lease is not None else 1,
                 seconds=outcome.wall_seconds if outcome is not None else None,
                 repeat_of=record.of if record.role == "repeat" else None,
+                rung=record.rung,
                 share=record.share,
                 cost=record.cost,
                 continues=record.of if record.role == "growth" else None,

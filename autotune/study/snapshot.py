@@ -36,6 +36,8 @@ class TrialRow:
     """Wall time of the last attempt."""
     repeat_of: int | None = None
     """The trial this one repeats with another seed."""
+    rung: int = 0
+    """How far it trained its candidate, where trials grow."""
     share: float = 1.0
     """Share of the full training that was done."""
     cost: float = 1.0
@@ -71,3 +73,13 @@ class StudySnapshot:
     """Hash of the text all trials used."""
     num_refused: dict[str, int] = field(default_factory=dict)
     """Rule id -> proposals it refused."""
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether trials are parts of trainings."""
+        return any(row.share < 1 for row in self.trials)
+
+    @property
+    def spent(self) -> float:
+        """What the ended trials use of the budget, in full trainings."""
+        return sum(row.cost for row in self.trials if row.outcome is not None and row.repeat_of is None)

@@ -396,7 +396,7 @@ class Study:
             before = record_of(trials[growth.of])
             assert before is not None
             share, cost = fidelity.share(growth.rung), fidelity.cost(growth.rung)
-            record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost)
+            record = replace(before, role="growth", of=growth.of, rung=growth.rung, share=share, cost=cost, origin="")
             parameters = trials[growth.of].params
             number = self._table.create(self._held.new_lease(1), record=record, parameters=parameters)
             lower = self._table.all()[:number]

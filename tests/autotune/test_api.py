@@ -469,6 +469,7 @@ def test_trials_of_a_function_grow(tmp_path: Path, resumes: bool) -> None:
         grown.run(train, trials=3)
         assert {(2, 0), (8, 2 if resumes else 0)} == set(calls)
         assert {result.share for result in grown.trials} == {0.25, 1.0}
+        assert {(result.share, result.params["epochs"]) for result in grown.trials} == {(0.25, 2), (1.0, 8)}
         assert all(result.share == 1 for result in grown.front)
     with autotune.Study.open(tmp_path / "s") as again:
         again.run(train, trials=4)
@@ -502,3 +503,25 @@ def test_the_budget_counts_what_whole_numbers_come_to() -> None:
     assert set(lengths) == {1, 3}
     assert sum(lengths) / 3 == pytest.approx(sum(row.cost for row in grown.snapshot().trials))
     assert sum(lengths) / 3 <= 6 + 1e-9
+
+
+def test_a_part_that_leaves_nothing_to_go_on_from_fails(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fidelity": {"of": "epochs", "rungs": [0.25, 1], "resumes": True}, "sampler": "random"}
+    space = {"x": {"float": [0, 1]}, "epochs": 8}
+    with autotune.Study(space, LOSS, folder=tmp_path / "s", **options) as kept:
+        with pytest.raises(UserError, match="left nothing in 'checkpoints'"):
+            kept.run(lambda x, epochs, trial: x / epochs, trials=20)
+        assert [result.state for result in kept.trials] == ["user"] * 3
+        asked = kept.ask()
+        assert asked is not None
+        kept.tell(asked, 0.5)
+        assert kept.trials[-1].state == "user"
+
+
+def test_what_more_trials_bring_is_told_by_full_trainings() -> None:
+    grown = autotune.Study(
+        {"x": {"float": [0, 1]}, "epochs": 9}, LOSS, sampler="random", fidelity={"of": "epochs", "min": 0.1}
+    )
+    grown.run(lambda x, epochs: x + 1 / epochs, trials=8)
+    assert sum(result.share == 1 for result in grown.trials) < 20 < len(grown.trials)
+    assert grown._study.expected_gain() is None

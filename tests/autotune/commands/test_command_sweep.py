@@ -102,6 +102,22 @@ pathlib.Path(os.environ["AUTOTUNE_RESULT"]).write_text(json.dumps(result))
 """
 
 
+def test_rungs_of_the_command_line_leave_what_grows_as_the_file_has_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "space.yaml").write_text(
+        f"command: {command('ok', '{x}', '{epochs}', '{trial_folder}')}\n"
+        "objectives: {loss: minimize}\n"
+        "space: {x: [1, 2], epochs: 27}\n"
+        "fidelity: {of: epochs, min: 0.1, resumes: true}\n"
+    )
+    for written, lengths in (("[0.333, 1]", [9, 27]), ("{min: 0.3}", [9, 27]), ("on", [3, 9, 27]), ("off", [])):
+        data = run_json(capsys, "sweep", "space.yaml", "--fidelity", written, "--dry-run")
+        assert data["rungs"] == [{"epochs": length} for length in lengths]
+    assert main(["sweep", "space.yaml", "--fidelity", "[0.333, 1]", "--dry-run"]) == 0
+    assert "epochs 9, 27; each goes on from the part before" in capsys.readouterr().out
+
+
 @pytest.mark.dist
 def test_trials_of_a_program_grow_from_their_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "grows.py").write_text(GROWS)

@@ -1,5 +1,6 @@
 """Trials that grow: a candidate goes on from its checkpoint under a new number, once, within the budget."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,7 +209,9 @@ def test_parts_of_a_candidate_that_both_studies_tried_are_repeats(open_study: Op
             trained(study, assignment, loss=2.0 + index)
         study.close()
     merge_studies([study.folder for study in studies], tmp_path / "studies" / "c")
-    rows = load_snapshot(tmp_path / "studies" / "c").trials
+    merged = load_snapshot(tmp_path / "studies" / "c")
+    rows = merged.trials
+    assert merged.num_trials_asked == math.ceil(merged.spent)
     assert [row.repeat_of is not None for row in rows] == [row.origin.startswith("b/") for row in rows]
     assert {row.origin[0] for row in front_trials(load_snapshot(tmp_path / "studies" / "c"))} == {"a"}
 
