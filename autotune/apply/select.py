@@ -249,6 +249,13 @@ def _nothing_fits(snapshot: StudySnapshot, bounds: Sequence[Objective]) -> UserE
             f"study {snapshot.name} has no successful trial to pick ({', '.join(parts) or 'no trials at all'})",
             hint=f"see why with: autotune report {snapshot.name}",
         )
+    for bound in bounds:
+        if all(trial.outcome is None or bound.value_of(trial.outcome) is None for trial in measured):
+            own = ", ".join(objective.name for objective in snapshot.objectives)
+            return UserError(
+                f"no trial of study {snapshot.name} measured {bound.label.lower()}, so it can't be limited",
+                hint=f"leave that limit out; the objectives are {own}",
+            )
     feasible = [trial for trial in measured if trial.feasible]
     limits = bounds if feasible else [*snapshot.objectives, *bounds]
     nearest = min(feasible or measured, key=lambda trial: (_excess(trial, limits), trial.number))

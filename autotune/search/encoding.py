@@ -77,7 +77,7 @@ class Axis:
         if self.places is not None:
             return self.dimension.values[int(np.argmin([abs(place - coordinate) for place in self.places]))]
         number = float(self._numbers(np.array([coordinate]))[0])
-        return int(number) if self.dimension.is_whole else number
+        return int(number) if self.dimension.is_whole else self.dimension.nearest(number)
 
     def nearest(self, coordinates: np.ndarray) -> np.ndarray:
         """The values nearest to coordinates ``[n]``: floats with NaN where that is NaN, or objects for words."""

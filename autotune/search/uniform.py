@@ -185,4 +185,4 @@ def _quantile(dimension: Dimension, u: float) -> Scalar:
         value = math.exp(low + u * (high - low))
     else:
         value = dimension.low + u * (dimension.high - dimension.low)
-    return min(max(value, dimension.low), dimension.high)
+    return dimension.nearest(value)

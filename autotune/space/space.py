@@ -23,6 +23,10 @@ Scalar = str | int | float | bool | None
 Kind = Literal["categorical", "int", "log_int", "float", "log_float"]
 
 
+DIGITS = 12
+"""Significant digits of proposed numbers: more than anybody measures, and short to read in commands and files."""
+
+
 @dataclass(frozen=True)
 class Dimension:
     """One searched value."""
@@ -70,9 +74,9 @@ class Dimension:
         return None
 
     def nearest(self, number: float) -> int | float | None:
-        """The value that is nearest to a number; None in a list without numbers."""
+        """The value that is nearest to a number; None in a list without numbers. Real ones have ``DIGITS`` digits."""
         if self.is_real:
-            return min(max(float(number), self.low), self.high)
+            return min(max(float(f"{number:.{DIGITS}g}"), self.low), self.high)
         if self.is_whole:
             last = int(self.high - self.low) // self.step
             return int(self.low) + self.step * min(max(round((number - self.low) / self.step), 0), last)

@@ -88,6 +88,18 @@ def test_nothing_fits_names_the_nearest_and_by_how_much(study):
     assert "100 % above" in text
 
 
+def test_a_limit_on_what_no_trial_measured_is_no_matter_of_loosening(study):
+    text = refusal(study, "knee", [Objective(name="latency", direction="minimize", bound=1.0)])
+    assert "no trial of study" in text
+    assert "can't be limited" in text
+    assert "the objectives are speed, memory, quality" in text
+
+
+def test_a_study_of_parts_alone_has_nothing_to_apply_yet(study):
+    parts = tuple(replace(trial, share=0.25, feasible=False) for trial in study.trials[:3])
+    assert "trained in full yet, 3 are in part" in refusal(replace(study, trials=parts), "knee")
+
+
 def test_nothing_feasible_names_the_least_violated():
     study = make_snapshot(10, bounds={"memory": 1000.0}, failure_ratio=0)
     text = refusal(study, "knee")

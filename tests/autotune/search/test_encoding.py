@@ -58,6 +58,12 @@ def test_every_coordinate_is_a_value_of_the_dimension(place):
     assert encoding.snapped(np.array([place])) == pytest.approx(again, abs=1e-9)
 
 
+def test_proposed_numbers_are_short_to_read():
+    axis = Axis.of(Dimension("rate", "log_float", low=1e-6, high=1.0))
+    assert repr(axis.value(0.5)) == "0.001"
+    assert [axis.value(0.0), axis.value(1.0)] == [1e-6, 1.0]
+
+
 def test_numbers_listed_as_choices_lie_in_order_and_by_magnitude():
     assert Axis.of(DIMENSIONS[3]).places == pytest.approx((0, 1 / 3, 2 / 3, 1))
     assert Axis.of(Dimension("b", "categorical", values=(4, 1, 2))).places == pytest.approx((1, 0, 1 / 3))
