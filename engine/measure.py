@@ -20,25 +20,31 @@ from pydantic import Field
 from engine.config import RuntimeOptions
 from engine.context import ParallelContext
 from engine.memory.tracker import LiveStorageTracker
+from engine.plan import Plan
 from engine.schema import Schema
+from engine.spec import CountOrZero
 from engine.step import Stepper, StepResult
 
 _MAX_STEPS_KEPT = 8192
 """Newest timed steps whose median is told; the speed counts all of them."""
-MAX_CARRIED = 256
-"""Newest steps whose times and losses a checkpoint carries."""
+MAX_CARRIED = 4096
+"""Newest steps whose times and losses a checkpoint carries: all that is told of, but in very long runs."""
 
 
 class Measured(Schema):
     """What a run has measured so far; part of every checkpoint, so that a process started anew tells of all of it."""
 
-    timed_seconds: float = 0.0
+    plan: Plan | None = None
+    """The plan that was measured."""
+    device: str = ""
+    """The kind of device, as in the outcome's environment."""
+    timed_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """Time of the steps that count."""
-    timed_tokens: int = 0
+    timed_tokens: CountOrZero = 0
     """Their tokens."""
     step_seconds: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Times of the newest of them."""
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: CountOrZero | None = None
     """The largest of all ranks."""
     losses: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Newest training losses."""
@@ -104,14 +110,17 @@ class Meter:
         """Steps this process ran, timed or not."""
         return self._num_steps
 
-    def so_far(self, losses: Sequence[float]) -> Measured:
-        """What a checkpoint carries on; called on all ranks.
+    def so_far(self, plan: Plan, losses: Sequence[float]) -> Measured:
+        """What a checkpoint carries on; called on all ranks. Times are this rank's.
 
         Args:
+            plan: That all of it was measured with.
             losses: Newest training losses.
         """
         peaks = [peak for peak in self._context.gather(self._own_peak()) if peak is not None]
         return Measured(
+            plan=plan,
+            device=environment(self._context.device)["device"],
             timed_seconds=self._timed_seconds,
             timed_tokens=self._timed_tokens,
             step_seconds=tuple(self._timed_steps)[-MAX_CARRIED:],
@@ -119,8 +128,10 @@ class Meter:
             losses=tuple(losses)[-MAX_CARRIED:],
         )
 
-    def go_on(self, before: Measured) -> None:
-        """Go on from what an earlier process measured."""
+    def go_on(self, plan: Plan, before: Measured) -> None:
+        """Go on from what an earlier process measured, if it was the same plan on the same kind of device."""
+        if (before.plan, before.device) != (plan, environment(self._context.device)["device"]):
+            return
         self._timed_seconds += before.timed_seconds
         self._timed_tokens += before.timed_tokens
         self._timed_steps.extend(before.step_seconds)

@@ -125,7 +125,9 @@ class Trainer:
         self._exit_code: int | None = None
         self._losses: deque[float] = deque(maxlen=max(1, (self._end_step - self._branch_start) // 10))
         if self.resumed_from and config.branch is None:
-            self._carry_on(self.resumed_from.manifest)
+            before = self.resumed_from.manifest.measured
+            self._losses.extend(before.losses)
+            self._meter.go_on(config.plan, before)
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -190,12 +192,6 @@ class Trainer:
             source, stepper = Path(self.config.runtime.init_from), self._stepper
             self.context.together(lambda: stepper.load_full_weights(import_weights(source, stepper.spec)))
         return checkpoint
-
-    def _carry_on(self, before: Manifest) -> None:
-        """Take over what an earlier process measured; speed and memory only if they are those of this plan."""
-        self._losses.extend(before.measured.losses)
-        if before.plan == self.config.plan:
-            self._meter.go_on(before.measured)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take parameters, optimizer state, random numbers and position from a checkpoint."""
@@ -364,7 +360,7 @@ class Trainer:
             num_skipped_steps=self.state.num_skipped_steps,
             random_uses=self._stepper.generators.state_dict(),
             losses=self._guard.history,
-            measured=self._meter.so_far(self._losses),
+            measured=self._meter.so_far(self.config.plan, self._losses),
             identity=self.identity,
             requested=requested,
             **self._settings(),

@@ -240,7 +240,8 @@ def _nothing_fits(snapshot: StudySnapshot, bounds: Sequence[Objective]) -> UserE
         parts = [f"{count} {kind}" for kind, count in failures.most_common()]
         parts += [f"{pending} without an outcome yet"] if pending else []
         num_parts = sum(trial.values is not None and trial.share < 1 for trial in snapshot.trials)
-        if num_parts:
+        parts += [f"{num_parts} parts of trainings"] if num_parts else []
+        if num_parts and not any(trial.outcome is not None and trial.share == 1 for trial in snapshot.trials):
             return UserError(
                 f"no candidate of study {snapshot.name} has been trained in full yet, {num_parts} are in part",
                 hint="go on with the sweep",

@@ -39,11 +39,12 @@ class Summary:
     state: str
     """``running``, ``stopped`` or ``done``, or what is wrong with it."""
     num_finished: int = 0
-    num_trainings: float = 0.0
-    """What they come to in full trainings, which the budget counts; differs where trials grow."""
     num_asked: int | None = None
     num_feasible: int = 0
     created: str = ""
+    num_trainings: float = 0.0
+    """What the trials come to in full trainings, which the budget counts; another number where trials grow."""
+    is_growing: bool = False
 
 
 @app.callback()
@@ -73,8 +74,9 @@ def list_(runs_dir: RunsDir = DEFAULT_RUNS, as_json: AsJson = False) -> None:
     table = Table("study", "state", "trials", "feasible", "created", box=None, header_style="dim")
     for summary in summaries:
         asked = f" of {summary.num_asked}" if summary.num_asked is not None else ""
-        done = f"{summary.num_trainings:.4g}"
-        trials = f"{done}{asked}" + (f" in {summary.num_finished} parts" if done != str(summary.num_finished) else "")
+        trials = f"{summary.num_finished}{asked}"
+        if summary.is_growing:
+            trials = f"{summary.num_trainings:.4g}{asked} in {summary.num_finished} parts"
         table.add_row(summary.name, escape(summary.state), trials, str(summary.num_feasible), summary.created)
     Console().print(table)
 
@@ -230,13 +232,23 @@ def _summary_of(snapshot: StudySnapshot) -> Summary:
     elif asked is not None and _is_used_up(snapshot, asked):
         state = "done"
     num_feasible = sum(row.feasible for row in counted)
-    return Summary(snapshot.name, state, num_finished, snapshot.spent, asked, num_feasible, snapshot.created)
+    return Summary(
+        snapshot.name,
+        state,
+        num_finished,
+        asked,
+        num_feasible,
+        snapshot.created,
+        num_trainings=snapshot.spent,
+        is_growing=snapshot.is_growing,
+    )
 
 
 def _is_used_up(snapshot: StudySnapshot, num_trials: int) -> bool:
     """Whether no full training is left of a budget."""
-    left = num_trials - snapshot.spent
-    return left < 1 if snapshot.is_growing else left <= 0
+    from autotune.search.fidelity import TOLERANCE
+
+    return num_trials - snapshot.spent < snapshot.needed - TOLERANCE
 
 
 def _state(row: TrialRow) -> str:

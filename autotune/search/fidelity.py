@@ -5,8 +5,7 @@ fall is forecast from its curve by the loss law, corrected by how candidates tha
 Bayesian regression, the law's own uncertainty scaled to its errors). On forecasts, the best 1/eta of a rung go on, as
 in asynchronous successive halving (Li et al., "A System for Massively Parallel Hyperparameter Tuning",
 arXiv:1810.05934); with several objectives the best are those of the first non-dominated layers, and of a layer those
-that stand alone. Speed and memory of a part of a training run of the engine
-are final.
+that stand alone. Speed and memory of a part of a training run of the engine are final.
 """
 
 from __future__ import annotations

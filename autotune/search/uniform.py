@@ -79,7 +79,7 @@ class _Grid:
     ranks: np.ndarray
     """``[num_legal]`` ints, 0 for the most promising plans."""
     weights: np.ndarray
-    """Of the plans among equals, ``[num_legal]``: one over what is searched by its logarithm."""
+    """Of the plans among equals, ``[num_legal]``, by what is searched by its logarithm."""
     cumulative: np.ndarray
     """Weights of the plans, summed up: one is half as likely as one of the rank before."""
 
@@ -92,7 +92,9 @@ class _Grid:
         weights = np.ones(len(ranks))
         for dimension in from_table:
             if enumeration is not None and dimension.is_log:
-                weights = weights / enumeration.table[dimension.name.partition(".")[2]]
+                numbers = enumeration.table[dimension.name.partition(".")[2]]
+                is_searched = (numbers >= dimension.low) & (numbers <= dimension.high)  # else it has its default
+                weights = weights * np.where(is_searched, _log_share(np.where(is_searched, numbers, 1)), 1.0)
         return cls(space, enumeration, from_table, others, ranks, weights, np.cumsum(0.5**ranks * weights))
 
     def point(self, unit: np.ndarray) -> dict[str, Scalar]:
@@ -110,7 +112,7 @@ class _Grid:
         table = np.array(cells)
         weights = self.weights[table[:, 0]]
         for index, dimension in logarithmic:
-            weights = weights / (dimension.low + table[:, index])
+            weights = weights * _log_share(dimension.low + table[:, index])
         return np.argsort(rng.exponential(size=len(cells)) / weights, kind="stable")
 
     def chosen(self, row: int, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -172,10 +174,15 @@ def plan_values(enumeration: Enumeration | None, row: int, dimensions: Sequence[
     return values
 
 
+def _log_share(numbers: np.ndarray) -> np.ndarray:
+    """How much of a logarithmic scale lies nearer to whole numbers ``[n]`` than to their neighbours, ``[n]``."""
+    return np.asarray(np.log((numbers + 0.5) / (numbers - 0.5)))
+
+
 def _quantile(dimension: Dimension, u: float) -> Scalar:
     """The value below which a share ``u`` of the dimension lies."""
     choices = dimension.choices()
-    if dimension.kind == "log_int":  # each whole number has what lies nearer to it than to its neighbours
+    if dimension.kind == "log_int":  # see _log_share
         low, high = math.log(dimension.low - 0.5), math.log(dimension.high + 0.5)
         return min(max(round(math.exp(low + u * (high - low))), int(dimension.low)), int(dimension.high))
     if choices is not None:

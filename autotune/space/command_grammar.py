@@ -322,7 +322,9 @@ class _Builder(FormReader):
         if written is None:
             return None
         example = "example: fidelity: {of: epochs, min: 0.1}, with 'epochs: 27' in 'space'"
-        if not isinstance(written, dict) or "of" not in written:
+        if not isinstance(written, dict):
+            self.fail(f"'fidelity' must be a mapping, or rungs in a list; got {written!r}", example, path)
+        if "of" not in written:
             self.fail("'fidelity' needs 'of': the value that says how long a trial trains", example, path)
         of, names = written["of"], self._file.space
         if not isinstance(of, str) or of not in names:

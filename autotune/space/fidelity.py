@@ -14,6 +14,7 @@ fidelity: {of: epochs, rungs: [0.25, 1], resumes: true}
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -63,7 +64,7 @@ class Fidelity(Schema):
         if not all(numbers) or not 0 < least < 1 or not eta > 1:
             raise ValueError(f"'min' must be between 0 and 1 and 'eta' above 1, got {least!r} and {eta!r}")
         if least * eta > 1 + 1e-9:
-            most = f"{1 / eta:.3g}"
+            most = math.floor(1000 / eta) / 1000
             raise ValueError(f"with eta {eta:g} no rung lies between 'min' {least:g} and 1: take 'min' up to {most}")
         rungs = [1.0]
         while rungs[0] / eta >= least * (1 - 1e-9):

@@ -70,7 +70,10 @@ class FormReader:
         if isinstance(written, str) and (found := _LOOSE_RANGE.fullmatch(written)):
             self.fail(f"'{name}': {written!r} is no range", range_hint(found[1], found[2]), path)
         if isinstance(written, str) and (found := _INLINE_RANGE.fullmatch(written)):
-            self.fail(f"'{name}': {written!r} is no range here", f"write {{{found[1]}: [{found[2]}]}}", path)
+            ends, more = [part.strip() for part in found[2].split(",")][:2], found[2].split(",")[2:]
+            step = f", step: {more[0].rpartition('=')[2].strip()}" if more else ""
+            hint = f"write {{{found[1]}: [{', '.join(ends)}]{step}}}"
+            self.fail(f"'{name}': {written!r} is no range here", hint, path)
 
     def section(self, name: str, value: Any, allowed: set[str]) -> dict[str, Any]:
         """A mapping that has only allowed keys.

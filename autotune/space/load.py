@@ -15,6 +15,8 @@ from autotune.space.training import TrainingSpace
 from engine.errors import UserError
 from engine.yaml_file import YamlDocument, parse_yaml
 
+RUNG_WORDS = {"min", "rungs", "widths"}
+"""Words of ``fidelity`` that say where the rungs are: one replaces all."""
 NEEDED = ("model", "workload", "space")
 """Sections that a space of training runs can't do without."""
 
@@ -89,8 +91,7 @@ def inline_overrides(command: str | None, params: Sequence[str], objectives: Seq
 
 
 def fidelity_override(path: str | Path | None, overrides: Sequence[str], written: str) -> Override:
-    """How trials grow, as told on the command line, as an override: what it does not say of a program (``of``,
-    ``resumes``) stays as the space has it.
+    """How trials grow, as told on the command line, as an override: what it does not say stays as the space has it.
 
     Args:
         path: The space's file; None where it stands on the command line alone.
@@ -102,9 +103,10 @@ def fidelity_override(path: str | Path | None, overrides: Sequence[str], written
     given = f"--fidelity {written}"
     words = parse_words(parse_yaml(written, given).data)
     base = merge(YamlDocument({}, "the command line") if path is None else find_space(path), overrides)
-    present = base.data.get("fidelity")
+    present = parse_words(base.data.get("fidelity"))
     if isinstance(words, dict) and isinstance(present, dict):
-        words = {**{key: present[key] for key in ("of", "resumes") if key in present}, **words}
+        replaced = RUNG_WORDS if RUNG_WORDS & set(words) else set()
+        words = {**{key: value for key, value in present.items() if key not in replaced}, **words}
     return Override(f"fidelity={json.dumps(words)}", given)
 
 

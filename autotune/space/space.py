@@ -116,7 +116,7 @@ class TrialLimits(Schema):
     """Limits of each trial."""
 
     seconds: Positive = 600.0
-    """Wall time of each attempt, written as ``time`` (``90s``)."""
+    """Wall time, anew for each attempt, written as ``time`` (``90s``)."""
     memory_bytes: Count | None = None
     """Resident memory of all its processes, written as ``memory`` (``4GiB``); null for its share of the machine."""
     heartbeat_seconds: Positive = 120.0

@@ -9,10 +9,12 @@ begins anew, which costs time but changes no result.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
@@ -21,7 +23,7 @@ from autotune.search.curves import Curve
 from autotune.space.fidelity import Fidelity
 from autotune.study.assignment import Assignment
 from autotune.study.record import Record, record_of
-from engine.atomic import make_folder
+from engine.atomic import make_folder, write_json
 from engine.checkpoint_folders import CHECKPOINTS_FOLDER
 from engine.config import RunConfig
 from engine.errors import UserError
@@ -31,6 +33,8 @@ from engine.rules import check_run
 from engine.schedule import learning_rate_at
 from engine.telemetry import StepRecord, TelemetryReader
 
+CARRIED_FILE = "carried.json"
+"""In a trial's folder: the checkpoints it was given."""
 NUM_SCHEDULE_POINTS = 512
 """Places at which a schedule is summed up."""
 
@@ -67,21 +71,38 @@ def goes_on(before: RunConfig, now: RunConfig) -> bool:
 
 
 def carry_checkpoint(earlier: Path, later: Path) -> None:
-    """Move the checkpoints of a trial's folder to that of the trial that continues it, unless it has some already."""
+    """Move the checkpoints of a trial's folder to that of the trial that continues it, unless it has some already, and
+    note what they are."""
     source, target = earlier / CHECKPOINTS_FOLDER, later / CHECKPOINTS_FOLDER
     if source.is_dir() and not target.exists():
-        make_folder(later)
+        write_json(make_folder(later) / CARRIED_FILE, _listing(source))
         os.rename(source, target)
 
 
+def _listing(folder: Path) -> list[list[str | int]]:
+    """Names, sizes and times of all files below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = [(path, path.stat()) for path in files]
+    return [[str(path.relative_to(folder)), status.st_size, status.st_mtime_ns] for path, status in found]
+
+
 def with_checkpoint(outcome: Outcome, assignment: Assignment) -> Outcome:
-    """The outcome of a program or function, unless it left no checkpoint where it has to: then it would begin anew on
-    the next rung, unnoticed, and at another cost than is counted."""
-    folder = assignment.folder / CHECKPOINTS_FOLDER
-    if outcome.kind != "ok" or not assignment.leaves_checkpoint or (folder.is_dir() and any(folder.iterdir())):
+    """The outcome of a program or function, unless it left no checkpoint where it has to (none but what it was given):
+    then the next rung would do more than is counted, unnoticed."""
+    if outcome.kind != "ok" or not assignment.leaves_checkpoint:
+        return outcome
+    left = _listing(assignment.folder / CHECKPOINTS_FOLDER)
+    if left and left != _carried(assignment.folder):
         return outcome
     detail = f"it left nothing in {CHECKPOINTS_FOLDER!r} of its trial's folder to go on from ('fidelity.resumes')"
-    return Outcome(kind="user", detail=detail, metrics=outcome.metrics)
+    return outcome.changed(kind="user", detail=detail)
+
+
+def _carried(folder: Path) -> Any:
+    try:
+        return json.loads((folder / CARRIED_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def drop_checkpoint(folder: Path) -> None:

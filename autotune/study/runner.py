@@ -148,8 +148,6 @@ class _Watch:
         """Read new telemetry, and have a checkpoint written when it is time."""
         records = self._reader.poll()
         if records:
-            if not self.has_begun:
-                self._last_checkpoint = time.monotonic()
             self.has_begun = True
             self.last_sign = time.monotonic()
             self.num_steps, self.num_tokens = records[-1].step, records[-1].tokens
@@ -158,11 +156,13 @@ class _Watch:
 
     def _keep_checkpoint(self, records: Sequence[StepRecord | EventRecord | AckRecord], every_seconds: float) -> None:
         now = time.monotonic()
+        if math.isinf(self._last_checkpoint) and any(isinstance(record, StepRecord) for record in records):
+            self._last_checkpoint = now
         if self._awaited is not None:
             answers = [record.change_id for record in records if isinstance(record, AckRecord)]
             if self._awaited.change_id in answers or now - self._asked > CHECKPOINT_PATIENCE_SECONDS:
                 self._awaited, self._last_checkpoint = None, now
-        elif now - self._last_checkpoint >= every_seconds:
+        elif records and now - self._last_checkpoint >= every_seconds:  # who is silent is not pardoned
             change = TakeCheckpoint(keep=False)
             self._awaited = ChangeRequest(change=change, reason="to go on from, should the machine die")
             self._asked = now

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.search.forecast import Forecasted
+from autotune.space.fidelity import Fidelity, ProgramFidelity
 from autotune.space.objectives import Objective, ObjectiveName
 from autotune.space.space import Scalar
 from engine.outcome import Outcome
@@ -78,6 +79,15 @@ class StudySnapshot:
     def is_growing(self) -> bool:
         """Whether trials are parts of trainings."""
         return any(row.share < 1 for row in self.trials)
+
+    @property
+    def needed(self) -> float:
+        """What one more candidate needs of the budget to be trained in full, in full trainings."""
+        data = self.space.get("fidelity")
+        if not data:
+            return 1.0
+        kind: type[Fidelity] = ProgramFidelity if "of" in data else Fidelity
+        return kind.model_validate(data).cost_from(0)
 
     @property
     def spent(self) -> float:

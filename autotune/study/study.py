@@ -256,9 +256,9 @@ class Study:
             assert record is not None
             folders = [trial_folder(self.folder, link) for link in links_of(number, record, trials)]
             curve = curve_of(config, fidelity, folders)
-        if config is not None and (outcome.kind != "ok" or not is_partial):  # what a program keeps is its own
-            drop_checkpoint(assignment.folder)  # first: whoever is killed now leaves the outcome as evidence
         self._table.finish(number, outcome, curve, is_partial=is_partial)
+        if config is not None and (outcome.kind != "ok" or not is_partial):  # what a program keeps is its own
+            drop_checkpoint(assignment.folder)
 
     def release(self, assignment: Assignment) -> None:
         """Give an unfinished trial back, for whoever asks next."""

@@ -238,7 +238,7 @@ class CheckpointStore:
         return checkpoint.path.resolve().parent == self._folder.resolve()
 
     def save(self, manifest: Manifest, tensors: Callable[[], dict[str, Any]]) -> Path:
-        """Write a checkpoint; called on all ranks with equal manifests.
+        """Write a checkpoint; called on all ranks with manifests that differ in times alone: rank 0's is written.
 
         One of the same step and data position holds the same tensors, since training is deterministic: then only its
         manifest is written anew. ``tensors`` gives this rank's part of everything else.

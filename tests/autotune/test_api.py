@@ -518,6 +518,23 @@ def test_a_part_that_leaves_nothing_to_go_on_from_fails(tmp_path: Path) -> None:
         assert kept.trials[-1].state == "user"
 
 
+def test_a_part_in_the_middle_that_leaves_only_what_it_was_given_fails(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fidelity": {"of": "epochs", "min": 0.1, "resumes": True}, "sampler": "random"}
+
+    def train(x: float, epochs: int, trial: autotune.Trial) -> float:
+        assert trial.folder is not None
+        if epochs == 1:
+            (trial.folder / "checkpoints").mkdir(exist_ok=True)
+            (trial.folder / "checkpoints" / "epoch").write_text("1")
+        return x / epochs
+
+    with autotune.Study({"x": {"float": [0, 1]}, "epochs": 9}, LOSS, folder=tmp_path / "s", **options) as kept:
+        kept.run(train, trials=3)
+        states = {(result.params["epochs"], result.state) for result in kept.trials}
+        assert states == {(1, "ok"), (3, "user")}
+        assert all(result.seconds is not None for result in kept.trials)
+
+
 def test_what_more_trials_bring_is_told_by_full_trainings() -> None:
     grown = autotune.Study(
         {"x": {"float": [0, 1]}, "epochs": 9}, LOSS, sampler="random", fidelity={"of": "epochs", "min": 0.1}

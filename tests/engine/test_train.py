@@ -277,6 +277,21 @@ def test_another_plan_has_a_speed_and_a_memory_of_its_own(corpus: Path, tmp_path
     assert after.peak_memory_bytes != before.peak_memory_bytes
 
 
+def test_what_another_plan_measured_stays_its_own_when_a_request_was_answered(corpus: Path, tmp_path: Path) -> None:
+    """An answer writes the plan in force into the newest checkpoint, which the earlier plan may have made."""
+    assert train(measured_run(corpus), tmp_path, "--quiet") == 0
+    cut_back(tmp_path, 2)
+    (tmp_path / "telemetry.jsonl").unlink()
+    manifest = tmp_path / "checkpoints" / "step-00000002" / MANIFEST_FILE
+    data = json.loads(manifest.read_text())
+    data["plan"]["micro_batch_size"] = data["micro_batch_size"] = 4
+    data["measured"] |= {"timed_seconds": 1e6, "timed_tokens": 64}
+    manifest.write_text(json.dumps(data))
+    assert train(measured_run(corpus, plan={"micro_batch_size": 4}), tmp_path, "--quiet") == 0
+    timed = [record.step_seconds for record in steps(tmp_path).values() if record.timed]
+    assert outcome_of(tmp_path).tokens_per_second == pytest.approx(len(timed) * 64 / sum(timed), rel=1e-9)
+
+
 def test_checkpoint_of_another_run_is_refused_with_the_difference(
     corpus: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,9 +109,15 @@ def test_rungs_of_the_command_line_leave_what_grows_as_the_file_has_it(
         f"command: {command('ok', '{x}', '{epochs}', '{trial_folder}')}\n"
         "objectives: {loss: minimize}\n"
         "space: {x: [1, 2], epochs: 27}\n"
-        "fidelity: {of: epochs, min: 0.1, resumes: true}\n"
+        "fidelity: {of: epochs, min: 0.1, eta: 9, resumes: true}\n"
     )
-    for written, lengths in (("[0.333, 1]", [9, 27]), ("{min: 0.3}", [9, 27]), ("on", [3, 9, 27]), ("off", [])):
+    for written, lengths in (
+        ("[0.333, 1]", [9, 27]),
+        ("{min: 0.1, eta: 3}", [3, 9, 27]),
+        ("{eta: 5}", [5, 27]),
+        ("on", [3, 27]),
+        ("off", []),
+    ):
         data = run_json(capsys, "sweep", "space.yaml", "--fidelity", written, "--dry-run")
         assert data["rungs"] == [{"epochs": length} for length in lengths]
     assert main(["sweep", "space.yaml", "--fidelity", "[0.333, 1]", "--dry-run"]) == 0
@@ -136,6 +142,9 @@ def test_trials_of_a_program_grow_from_their_checkpoints(folder: Path, capsys: p
         assert (figures[row.number]["epochs"], figures[row.number]["begun"]) == (9, 3)
         assert figures[row.number]["seed"] == before["seed"]
     assert sum(row.cost for row in rows.values()) == pytest.approx(3, abs=0.7)
+    (listed,) = run_json(capsys, "studies")
+    assert (listed["state"], listed["is_growing"], listed["num_finished"]) == ("done", True, len(rows))
+    assert listed["num_trainings"] == pytest.approx(sum(row.cost for row in rows.values()))
     chosen = run_json(capsys, "apply", "s", "-o", "best.json")
     assert rows[chosen["trial"]].share == 1
     assert chosen["values"]["epochs"] == 9

@@ -105,3 +105,13 @@ def test_plans_with_a_log_int_batch_are_drawn_by_its_logarithm(tmp_path: Path) -
         for chosen in itertools.islice(uniform_draws(space, enumeration, 0), 300)
     ]
     assert 0.4 < sum(int(batch) <= 22 for batch in drawn) / len(drawn) < 0.6
+
+
+def test_a_log_int_value_that_is_not_searched_everywhere_leaves_the_draws_alone(tmp_path: Path) -> None:
+    """Where it is not searched it has its default, which may be none of its values."""
+    text = MIXED.replace("[2, 3]", "{log_int: [1, 2]}").replace("tp: [1, 2], micro_batch_size: [1, 2, 4], ", "")
+    space, enumeration = load(tmp_path, text)
+    drawn = list(itertools.islice(uniform_draws(space, enumeration, 0), 300))
+    pairs = [(chosen[MESH], chosen.get("plan.zero_stage")) for chosen in drawn]
+    assert set(pairs) == {("single", None), ("dp2", 1), ("dp2", 2)}
+    assert 0.3 < sum(mesh == "single" for mesh, _ in pairs) / len(pairs) < 0.7

@@ -138,6 +138,7 @@ def test_overrides_and_used_files_replace_whole_values(tmp_path: Path) -> None:
         ("{int: [8, 32], step: 8}", "{log_int: [8.0, 32]}", 8, "write 8"),
         ("{int: [8, 32], step: 8}", "{log_int: [1k, 4k]}", 8, "a range of numbers, got '1k'"),
         ("{int: [8, 32], step: 8}", "log_int(8, 32)", 8, "write {log_int: [8, 32]}"),
+        ("{int: [8, 32], step: 8}", "int(8, 64, step=8)", 8, "write {int: [8, 64], step: 8}"),
         ("direction: maximize", "bound: 1", 5, "needs a direction"),
         ("direction: maximize", "direction: up", 5, "got 'up'"),
         ("lr * batch", "lr * bath", 13, "did you mean 'batch'?"),
@@ -212,6 +213,7 @@ def test_what_stands_in_no_file_is_named_once() -> None:
     ("written", "words"),
     [
         ("on", "needs 'of'"),
+        ("3", "must be a mapping"),
         ("[0.25, 1]", "needs 'of'"),
         ("{of: [layers]}", "nothing is called ['layers']"),
         ("{of: layer}", "did you mean 'layers'?"),

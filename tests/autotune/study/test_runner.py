@@ -22,6 +22,7 @@ from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
 from engine.plan import Plan
 from engine.schema import parse
+from engine.telemetry import StepRecord, TelemetryWriter
 
 FAKE = str(Path(__file__).with_name("fake_trainer.py"))
 
@@ -200,20 +201,51 @@ def test_a_trial_whose_machine_dies_goes_on_from_its_last_checkpoint(
     assert not (assignment.folder / "checkpoints").exists()
 
 
-def test_a_large_checkpoint_is_no_hang(tmp_path: Path) -> None:
-    limits = TrialLimits(seconds=1e6, heartbeat_seconds=5.0, checkpoint_seconds=10.0)
-    watch = _Watch(tmp_path, limits)
+def a_step(folder: Path, step: int) -> None:
+    """The trial tells of a step."""
+    writer = TelemetryWriter(folder)
+    writer.write(
+        StepRecord(
+            time=float(step),
+            step=step,
+            tokens=step,
+            loss=1.0,
+            learning_rate=1e-3,
+            learning_rate_scale=1.0,
+            grad_norm=1.0,
+            step_seconds=0.1,
+            data_seconds=0.0,
+            compute_seconds=0.1,
+            optimizer_seconds=0.0,
+        )
+    )
+    writer.flush()
+
+
+def requests_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "control").glob("*.json"))
+
+
+def test_a_large_checkpoint_is_no_hang_and_silence_before_it_is(tmp_path: Path) -> None:
+    watch = _Watch(tmp_path, TrialLimits(seconds=1e6, heartbeat_seconds=5.0, checkpoint_seconds=10.0))
     watch.poll()
-    assert not (tmp_path / "control").exists(), "nothing to write before the first step"
-    watch.has_begun = True
-    watch.last_sign = watch._last_checkpoint = time.monotonic() - 12.0
-    assert watch.verdict() is not None
+    assert not requests_in(tmp_path), "nothing to write before the first step"
+    a_step(tmp_path, 1)
     watch.poll()
-    (sent,) = (tmp_path / "control").glob("*.json")
+    watch._last_checkpoint = time.monotonic() - 12.0
+    watch.last_sign = time.monotonic() - 6.0
+    watch.poll()
+    assert not requests_in(tmp_path)
+    assert watch.verdict() is not None, "who is silent is not asked, and not pardoned"
+    a_step(tmp_path, 2)
+    watch.poll()
+    (sent,) = requests_in(tmp_path)
+    watch.last_sign -= 6.0
     assert watch.verdict() is None
+    a_step(tmp_path, 3)
     watch.poll()
-    assert list((tmp_path / "control").glob("*.json")) == [sent], "asked once"
-    watch.last_sign -= CHECKPOINT_PATIENCE_SECONDS
+    assert requests_in(tmp_path) == [sent], "asked once"
+    watch.last_sign -= CHECKPOINT_PATIENCE_SECONDS + 6.0
     verdict = watch.verdict()
     assert verdict is not None
     assert verdict.kind == "hang"
@@ -221,11 +253,13 @@ def test_a_large_checkpoint_is_no_hang(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_never_answered_is_asked_for_again(tmp_path: Path) -> None:
     watch = _Watch(tmp_path, TrialLimits(checkpoint_seconds=10.0))
-    watch.has_begun = True
+    a_step(tmp_path, 1)
+    watch.poll()
     for asked in (1, 2):
         watch._last_checkpoint = time.monotonic() - 12.0
+        a_step(tmp_path, 1 + asked)
         watch.poll()
-        assert len(list((tmp_path / "control").glob("*.json"))) == asked
+        assert len(requests_in(tmp_path)) == asked
         watch._asked -= CHECKPOINT_PATIENCE_SECONDS + 1.0
         watch.poll()
         assert watch._awaited is None
