@@ -133,6 +133,15 @@ def test_resume_repeats_the_uninterrupted_run(folders: dict[str, Path]) -> None:
     assert trajectory(folders["dp2-cut"]) + trajectory(folders["dp2-resumed"]) == trajectory(folders["dp2"])
 
 
+def test_a_resumed_run_tells_the_speed_of_all_of_it(folders: dict[str, Path]) -> None:
+    parts = [steps(folders[name]).values() for name in ("dp2-cut", "dp2-resumed")]
+    timed = [[record.step_seconds for record in part if record.timed] for part in parts]
+    assert all(timed)
+    seconds = sum(map(sum, timed))
+    outcome = outcome_of(folders["dp2-resumed"])
+    assert outcome.tokens_per_second == pytest.approx(64 * sum(map(len, timed)) / seconds, rel=1e-9)
+
+
 @pytest.fixture(scope="module")
 def single(base: Path) -> Path:
     """The uninterrupted run on one rank, without dropout."""
