@@ -10,17 +10,10 @@ from engine.atomic import append_line, read_lines, write_json, write_text
 from engine.control import ChangeRequest, ControlInbox, SetLearningRateScale, SetMicroBatch, send_request
 from engine.errors import UserError
 from engine.outcome import Outcome, read_outcome, write_outcome
-from engine.telemetry import TELEMETRY_FILE, EventRecord, StepRecord, TelemetryReader, TelemetryWriter, read_telemetry
+from engine.telemetry import TELEMETRY_FILE, EventRecord, TelemetryReader, TelemetryWriter, read_telemetry
+from tests.engine.records import step_record
 
 pytestmark = pytest.mark.unit
-
-
-def step_record(step: int) -> StepRecord:
-    return StepRecord(
-        time=float(step), step=step, tokens=step * 10, loss=2.0, learning_rate=1e-3, learning_rate_scale=1.0,
-        grad_norm=1.0,
-        step_seconds=0.1, data_seconds=0.0, compute_seconds=0.08, optimizer_seconds=0.02,
-    )  # fmt: skip
 
 
 def test_a_torn_line_costs_itself_alone_and_nothing_is_glued_to_it(tmp_path) -> None:

@@ -14,7 +14,8 @@ from engine.config import RunConfig, dump_run
 from engine.outcome import Outcome, write_outcome
 from engine.plan import Plan
 from engine.spec import ModelSpec, Workload
-from engine.telemetry import EventRecord, StepRecord, TelemetryWriter
+from engine.telemetry import EventRecord, TelemetryWriter
+from tests.engine.records import step_record
 
 pytestmark = pytest.mark.unit
 
@@ -32,11 +33,9 @@ def write_telemetry(folder: Path, pid: int, *, ago: float) -> None:
     writer = TelemetryWriter(folder)
     writer.write(EventRecord(kind="start", time=begin, step=0, tokens=0, data={"pid": pid}))
     for step in range(1, 41):
-        record = StepRecord(
-            time=begin + step, step=step, tokens=256 * step, loss=5.0 / step**0.1, learning_rate=1e-3,
-            learning_rate_scale=1.0, grad_norm=1.0, step_seconds=1.0, data_seconds=0.0, compute_seconds=0.9,
-            optimizer_seconds=0.1, memory_bytes=2**20,
-        )  # fmt: skip
+        record = step_record(
+            step, 5.0 / step**0.1, time=begin + step, tokens=256 * step, step_seconds=1.0, memory_bytes=2**20
+        )
         writer.write(record)
     writer.flush()
 

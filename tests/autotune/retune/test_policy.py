@@ -12,8 +12,8 @@ from autotune.retune.policy import HeldCheckpoint, choose_recovery, is_due, prop
 from autotune.twin.health import LOSS_SPIKE, Finding
 from autotune.twin.twin import Twin
 from engine.config import RunConfig
-from engine.telemetry import StepRecord
 from engine.units import Interval
+from tests.engine.records import step_record
 
 pytestmark = pytest.mark.unit
 
@@ -28,18 +28,13 @@ def twin_at(config: RunConfig, num_steps: int, *, scale: float = 1.0) -> Twin:
         np.random.default_rng(0).normal(0, 0.02, num_steps)
     )
     twin.update(
-        StepRecord(
+        step_record(
+            step + 1,
+            float(loss),
             time=1000.0 + step,
-            step=step + 1,
             tokens=(step + 1) * config.tokens_per_step,
-            loss=float(loss),
             learning_rate=1e-3 * scale,
             learning_rate_scale=scale,
-            grad_norm=1.0,
-            step_seconds=0.1,
-            data_seconds=0.0,
-            compute_seconds=0.0,
-            optimizer_seconds=0.0,
             memory_bytes=1000,
             micro_batch_size=4,
         )

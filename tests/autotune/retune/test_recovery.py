@@ -13,7 +13,8 @@ from engine.checkpoint_folders import MANIFEST_FILE
 from engine.config import RunConfig
 from engine.control import Change, ControlInbox, RollBack, SetLearningRateScale
 from engine.outcome import Outcome
-from engine.telemetry import StepRecord, TelemetryWriter
+from engine.telemetry import TelemetryWriter
+from tests.engine.records import step_record
 
 MakeConfig = Callable[..., RunConfig]
 SCALE = 16.0
@@ -23,23 +24,8 @@ def diverge(job: Path, config: RunConfig) -> bool:
     """A job that went wrong from its first step on; whether it is to be started again."""
     writer = TelemetryWriter(job)
     for step in range(1, 14):
-        writer.write(
-            StepRecord(
-                time=1000.0 + step,
-                step=step,
-                tokens=step * config.tokens_per_step,
-                loss=5.0 + 0.4 * step,
-                learning_rate=0.016,
-                learning_rate_scale=SCALE,
-                grad_norm=1.0,
-                step_seconds=0.1,
-                data_seconds=0.0,
-                compute_seconds=0.1,
-                optimizer_seconds=0.0,
-                memory_bytes=0,
-                micro_batch_size=4,
-            )
-        )
+        tokens = step * config.tokens_per_step
+        writer.write(step_record(step, 5.0 + 0.4 * step, tokens=tokens, learning_rate_scale=SCALE, micro_batch_size=4))
     writer.flush()
     return revive(job, config, Outcome(kind="diverged", num_steps=13))
 

@@ -16,11 +16,11 @@ from autotune.study.merge import merge_studies
 from autotune.study.record import record_of
 from autotune.study.runner import run_trial
 from autotune.study.study import Nothing, Study, load_snapshot
-from engine.config import RunConfig
 from engine.errors import UserError
 from engine.outcome import Outcome, write_outcome
-from engine.telemetry import StepRecord, TelemetryWriter
+from engine.telemetry import TelemetryWriter
 from reports.info import get_statuses
+from tests.engine.records import step_record
 
 OpenStudy = Callable[..., Study]
 
@@ -38,7 +38,8 @@ def trained(study: Study, assignment: Assignment, loss: float | None = None) -> 
     end = config.runtime.stop_after_steps or config.num_steps
     writer = TelemetryWriter(assignment.folder)
     for step in range(begun + 1, end + 1):
-        write_step(writer, config, step, final + (step / config.num_steps) ** -0.5 - 1)
+        loss = final + (step / config.num_steps) ** -0.5 - 1
+        writer.write(step_record(step, loss, tokens=step * config.tokens_per_step))
     writer.flush()
     if end < config.num_steps:
         (checkpoints / f"step-{end}").mkdir(parents=True, exist_ok=True)
@@ -46,24 +47,6 @@ def trained(study: Study, assignment: Assignment, loss: float | None = None) -> 
     outcome = Outcome(kind="ok", tokens_per_second=100.0, held_out_loss=told, corpus_hash="text", num_steps=end)
     write_outcome(assignment.folder, outcome)
     assert study.tell(assignment, outcome)
-
-
-def write_step(writer: TelemetryWriter, config: RunConfig, step: int, loss: float) -> None:
-    writer.write(
-        StepRecord(
-            time=float(step),
-            step=step,
-            tokens=step * config.tokens_per_step,
-            loss=loss,
-            learning_rate=1e-3,
-            learning_rate_scale=1.0,
-            grad_norm=1.0,
-            step_seconds=0.1,
-            data_seconds=0.0,
-            compute_seconds=0.1,
-            optimizer_seconds=0.0,
-        )
-    )
 
 
 def asked(study: Study) -> Assignment:

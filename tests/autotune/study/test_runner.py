@@ -22,7 +22,8 @@ from engine.config import RunConfig
 from engine.outcome import Outcome, OutcomeKind, read_outcome, write_outcome
 from engine.plan import Plan
 from engine.schema import parse
-from engine.telemetry import StepRecord, TelemetryWriter
+from engine.telemetry import TelemetryWriter
+from tests.engine.records import step_record
 
 FAKE = str(Path(__file__).with_name("fake_trainer.py"))
 
@@ -204,21 +205,7 @@ def test_a_trial_whose_machine_dies_goes_on_from_its_last_checkpoint(
 def a_step(folder: Path, step: int) -> None:
     """The trial tells of a step."""
     writer = TelemetryWriter(folder)
-    writer.write(
-        StepRecord(
-            time=float(step),
-            step=step,
-            tokens=step,
-            loss=1.0,
-            learning_rate=1e-3,
-            learning_rate_scale=1.0,
-            grad_norm=1.0,
-            step_seconds=0.1,
-            data_seconds=0.0,
-            compute_seconds=0.1,
-            optimizer_seconds=0.0,
-        )
-    )
+    writer.write(step_record(step))
     writer.flush()
 
 
