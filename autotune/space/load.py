@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,8 +99,6 @@ def fidelity_override(path: str | Path | None, overrides: Sequence[str], written
         overrides: All others.
         written: Rungs, ``on``, ``off`` or a mapping.
     """
-    import json
-
     given = f"--fidelity {written}"
     words = parse_words(parse_yaml(written, given).data)
     base = merge(YamlDocument({}, "the command line") if path is None else find_space(path), overrides)
@@ -112,6 +111,4 @@ def fidelity_override(path: str | Path | None, overrides: Sequence[str], written
 
 def _quoted(text: str) -> str:
     """A text as a YAML value of one line."""
-    import json
-
     return json.dumps(text)

@@ -21,8 +21,7 @@ from engine.spec import Count, Name, Positive
 
 Scalar = str | int | float | bool | None
 Kind = Literal["categorical", "int", "log_int", "float", "log_float"]
-
-
+"""Of a dimension: a list of choices, or a range."""
 DIGITS = 12
 """Significant digits of proposed numbers: more than anybody measures, and short to read in commands and files."""
 
